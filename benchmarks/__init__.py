@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m offpolicy_corr.benchmarks.<name>`."""

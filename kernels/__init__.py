@@ -1,0 +1,1 @@
+"""Triton kernels and their autograd wrappers; reached through `offpolicy_corr.backend` only."""

@@ -1,0 +1,40 @@
+"""Off-policy corrections for reinforcement learning of LLMs on mixed sampler fleets.
+
+Data flows one way: record → trainer log-probs → weights → centering → loss → metrics. Start at `policy_loss`.
+"""
+
+from . import guards, metrics
+from .candidates import CandidateSet
+from .correction import Correction
+from .errors import RecordError
+from .logprobs import selected_logprobs
+from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
+from .record import SamplerRecord
+from .reduction import global_denominator
+from .result import PolicyLoss, TokenDiagnostics
+from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CandidateSet",
+    "ClampedIS",
+    "Correction",
+    "FullIS",
+    "MaskedIS",
+    "PPOClip",
+    "PolicyLoss",
+    "RecordError",
+    "SamplerRecord",
+    "TokenDiagnostics",
+    "TruncatedIS",
+    "Unweighted",
+    "WeightRule",
+    "global_denominator",
+    "guards",
+    "metrics",
+    "policy_loss",
+    "policy_loss_from_hidden",
+    "policy_loss_from_logprobs",
+    "selected_logprobs",
+]

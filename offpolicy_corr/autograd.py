@@ -1,0 +1,86 @@
+"""The closed-form gradient as autograd functions: computed in the forward visit, handed over in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import backend
+from .dense import Job
+
+
+class LossFromLogits(torch.autograd.Function):
+    """(loss, results): ``loss`` is Σ scale·loss, or scale·loss ``[T]`` when not ``reduce``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool
+    ) -> tuple[Tensor, Tensor]:
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            # the detached alias shares its version counter, so another reader of the logits notices the write
+            gradient = logits.detach() if inplace else torch.empty_like(logits)
+        with torch.autocast(logits.device.type, enabled=False):
+            results = backend.visit(chosen)(logits.detach(), job, gradient)
+            loss = scaled_loss(results, job, reduce)
+        ctx.held = Held([gradient])
+        ctx.mark_non_differentiable(results)
+        return loss, results
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (*ctx.held.times(upstream), None, None, None, None)
+
+
+def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
+    """Σ scale·loss or scale·loss; a scale of 0 silences whatever the token's loss is."""
+    scale = job.terms.scale.to(results.dtype)
+    loss = torch.where(scale == 0, 0.0, results[0] * scale)
+    return loss.sum() if reduce else loss
+
+
+class Held:
+    """Gradients computed ahead of time, waiting for what is multiplied onto them."""
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self.gradients = gradients
+        self.versions = [None if g is None else g._version for g in gradients]
+
+    def times(self, upstream: Tensor) -> list[Tensor | None]:
+        """upstream · gradient; upstream is a scalar, or ``[T]`` for gradients of ``T`` rows.
+
+        Written over the held gradient, unless the graph is kept for another backward pass.
+
+        Raises:
+            RuntimeError: the gradient was handed over before, or someone wrote into it.
+        """
+        gradients, keep = self.gradients, _graph_is_kept()
+        for gradient, version in zip(gradients, self.versions, strict=True):
+            if gradient is not None and gradient._version != version:
+                raise RuntimeError(
+                    "the gradient was overwritten between forward and backward: with inplace=True it lives in "
+                    "the logits. Use inplace=False, or do not write into the logits"
+                )
+        if not keep:
+            self.gradients = []
+            if not gradients:
+                raise RuntimeError("the gradient was handed over in an earlier backward: pass retain_graph=True")
+        return [None if g is None else _scale(g, upstream, keep) for g in gradients]
+
+
+def _scale(gradient: Tensor, upstream: Tensor, keep: bool) -> Tensor:
+    if upstream.dim() == 0 and upstream.device.type == "cpu" and float(upstream) == 1.0:
+        return gradient.clone() if keep else gradient
+    factor = upstream.to(gradient.dtype)
+    factor = factor if upstream.dim() == 0 else factor[:, None]
+    return gradient * factor if keep else gradient.mul_(factor)
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward was called with retain_graph; taken to be so where torch cannot tell."""
+    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if probe is None else bool(probe())

@@ -1,0 +1,58 @@
+"""The one place where PyTorch or Triton is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import dense, pair as torch_pair
+from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
+
+BACKENDS = ("auto", "torch", "triton")
+_FUSED_RULES = (Unweighted, FullIS, TruncatedIS, MaskedIS, ClampedIS, PPOClip)
+
+Visit = Callable[[Tensor, dense.Job, "Tensor | None"], Tensor]
+
+
+def choose(backend: str, device: torch.device, rule: WeightRule | None = None) -> str:
+    """``"torch"`` or ``"triton"``. ``"auto"`` takes Triton on a GPU where it can serve, PyTorch elsewhere.
+
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: Triton was asked for and is not to be had; says why.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "torch":
+        return "torch"
+    obstacle = _triton_obstacle(device, rule)
+    if backend == "triton" and obstacle:
+        raise RuntimeError(f"backend='triton' cannot serve: {obstacle}. Use backend='torch' or 'auto'")
+    return "torch" if obstacle or (backend == "auto" and device.type != "cuda") else "triton"
+
+
+def visit(backend: str) -> Visit:
+    """The function that computes loss, diagnostics and gradient of a block of logits."""
+    return dense.visit
+
+
+def pair(backend: str) -> ModuleType:
+    """The module whose ``forward`` and ``backward`` serve `selected_logprobs`."""
+    return torch_pair
+
+
+def _triton_obstacle(device: torch.device, rule: WeightRule | None) -> str | None:
+    if rule is not None and type(rule) not in _FUSED_RULES:
+        return f"{type(rule).__name__} is not one of the fused weight rules"
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    if importlib.util.find_spec("offpolicy_corr.kernels.loss") is None:
+        return "this build has no kernels"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the logits are on {device.type}; set TRITON_INTERPRET=1 before importing to interpret kernels"
+    return None

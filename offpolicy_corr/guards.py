@@ -1,0 +1,132 @@
+"""Sequence-level guards: which sequences to drop whole, for errors that no token-wise correction can see.
+
+Every guard returns bool keep ``[number of sequences]``, indexed by sequence id (``max(sequence_ids) + 1``), for
+`policy_loss`'s ``sequence_keep``. A sequence without a trained token is kept. Guards compose with ``&``.
+
+Means over long sequences, not products, should be the default: 300 tokens at a mean log-ratio of 0.005 have a
+geometric mean of 1.005 and a product of 4.5.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .errors import RecordError
+from .record import SamplerRecord
+from .validation import as_mask
+
+
+def geometric_mean(
+    log_ratio: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, low: float, high: float
+) -> Tensor:
+    """Keep where exp(mean log r) lies in ``[low, high]``, inclusive. The ratio of GSPO, as a mask.
+
+    Args:
+        log_ratio: log p − log q of each token, ``[T]``, nats (``out.tokens.log_ratio``).
+        sequence_ids: int ``[T]``, ≥ 0 on trained tokens; need not be contiguous.
+        loss_mask: bool or {0, 1} ``[T]``, or None for all tokens.
+        low, high: 0 ≤ low ≤ high; 0 and inf open a side.
+
+    Source: https://arxiv.org/abs/2507.18071 for the ratio.
+    """
+    _check_band(low, high)
+    total, count = _sums(log_ratio, sequence_ids, loss_mask)
+    return _inside(total / count.clamp(min=1), low, high) | (count == 0)
+
+
+def product(
+    log_ratio: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, low: float, high: float
+) -> Tensor:
+    """Keep where the product of ratios exp(Σ log r) lies in ``[low, high]``. Arguments as `geometric_mean`."""
+    _check_band(low, high)
+    total, count = _sums(log_ratio, sequence_ids, loss_mask)
+    return _inside(total, low, high) | (count == 0)
+
+
+def outlier(
+    log_ratio: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, low: float, high: float
+) -> Tensor:
+    """Keep where *every* token's ratio lies in ``[low, high]``. Arguments as `geometric_mean`."""
+    _check_band(low, high)
+    outside = ~_inside(log_ratio, low, high)
+    total, _ = _sums(outside.to(log_ratio.dtype), sequence_ids, loss_mask)
+    return total == 0
+
+
+def off_policy(
+    log_ratio: Tensor, advantages: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, delta: float
+) -> Tensor:
+    """Drop where the advantage is negative and mean(log q − log p) > ``delta``: off-policy sequence masking.
+
+    Args:
+        advantages: ``[T]``; the sign of a sequence is that of its mean over trained tokens.
+        delta: threshold on the mean, nats, ≥ 0; a mean equal to it is kept.
+
+    The other arguments as `geometric_mean`. Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    """
+    if not delta >= 0:
+        raise ValueError(f"delta must be >= 0, got {delta}")
+    total, count = _sums(log_ratio, sequence_ids, loss_mask)
+    advantage, _ = _sums(advantages, sequence_ids, loss_mask)
+    far = -total / count.clamp(min=1) > delta
+    return ~((advantage < 0) & (far | total.isnan()))
+
+
+def staleness(record: SamplerRecord, sequence_ids: Tensor, current_version: int, max_lag: int) -> Tensor:
+    """Drop sequences with a token drawn by weights more than ``max_lag`` versions behind ``current_version``.
+
+    Tokens of a multi-turn sequence that carry no weights (prompts, tool answers) should be selected away first:
+    every token of ``record`` counts.
+
+    Raises:
+        RecordError: the record has no weight versions, or a token's is undeclared (−1) or lies in the future.
+    """
+    versions = record.weight_version
+    if max_lag < 0:
+        raise ValueError(f"max_lag must be >= 0, got {max_lag}")
+    if versions is None:
+        remedy = "Stamp every token with the version of the weights that drew it."
+        raise RecordError("staleness needs weight versions", field="weight_version", remedy=remedy)
+    lag = current_version - versions
+    bad = (versions < 0) | (lag < 0)
+    if bool(bad.any()):
+        token = int(bad.nonzero()[0, 0])
+        raise RecordError(
+            "weight version is undeclared or ahead of the current one",
+            sample=int(sequence_ids[token]),
+            token=token,
+            field="weight_version",
+            value=int(versions[token]),
+            remedy=f"Versions must lie in [0, {current_version}].",
+        )
+    stale, _ = _sums((lag > max_lag).double(), sequence_ids, None)
+    return stale == 0
+
+
+def _check_band(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"bounds must satisfy 0 <= low <= high, got low={low}, high={high}")
+
+
+def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """Inclusive, on log-bounds; a ratio that is not a number is outside."""
+    bounds = [math.log(bound) if bound > 0 else -math.inf for bound in (low, high)]
+    return (log_ratio >= bounds[0]) & (log_ratio <= bounds[1])
+
+
+def _sums(values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum over each sequence's trained tokens and their count, fp64 ``[number of sequences]``."""
+    if values.shape != sequence_ids.shape:
+        raise ValueError(f"lengths disagree: {tuple(values.shape)} and sequence_ids {tuple(sequence_ids.shape)}")
+    trained = as_mask(loss_mask, sequence_ids)
+    trained = torch.ones_like(sequence_ids, dtype=torch.bool) if trained is None else trained
+    if bool((trained & (sequence_ids < 0)).any()):
+        raise ValueError("a trained token has a negative sequence id: number the sequences from 0")
+    size = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    ids = sequence_ids.clamp(min=0)
+    clean = torch.where(trained, values.detach().double(), 0.0)
+    zeros = torch.zeros(max(size, 0), dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, ids, clean), zeros.index_add(0, ids, trained.double())

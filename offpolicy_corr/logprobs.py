@@ -1,0 +1,88 @@
+"""`selected_logprobs`: the log-probs a loss needs, as autograd tensors, without a softmax of size [T, V]."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import backend as backends
+from .candidates import CandidateSet
+from .pair import Saved, Selection
+from .record import SamplerRecord
+from .terms import Terms
+from .validation import as_mask, check_lengths, check_record
+from .vocab_parallel import VocabShard
+
+
+def selected_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    candidates: CandidateSet | None = None,
+    temperature: float | Tensor = 1.0,
+    loss_mask: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the sampled tokens and of the candidates, and the entropy, differentiable in ``logits``.
+
+    On complete rows all three are over the recorded set, elsewhere over the vocabulary. One read of the logits
+    forward, one read and one write backward; nothing of size ``[T, V]`` is kept but the logits themselves.
+
+    Args:
+        logits: raw ``[T, V]``, before temperature. They must not be written to before the backward pass;
+            autograd raises where they were.
+        tokens: sampled ids ``[T]``.
+        candidates: `CandidateSet` of ``T`` rows, or None.
+        temperature: float or ``[T]``.
+        loss_mask: bool or {0, 1} ``[T]``; masked rows are not read, give 0 and receive no gradient.
+        process_group, vocab_size, backend: as in `policy_loss`.
+
+    Returns:
+        ``(logp [T], candidate_logp [nnz], entropy [T])`` in fp32 (fp64 for fp64), nats; −inf where a logit is.
+
+    Raises:
+        RecordError: ids outside the vocabulary, a token absent from its complete set, lengths that disagree.
+    """
+    if logits.dim() != 2 or not logits.dtype.is_floating_point:
+        raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
+    shard = VocabShard.of(logits.shape[1], vocab_size, process_group)
+    ids_only = None if candidates is None else replace(candidates, logprobs=None)
+    record = SamplerRecord(tokens, None, ids_only, temperature)
+    check_lengths(record)
+    if tokens.shape != logits.shape[:1]:
+        raise ValueError(f"tokens must be [T] = ({logits.shape[0]},), got {tuple(tokens.shape)}")
+    check_record(record, shard.vocab_size, loss_mask, None)
+    chosen = backends.choose(backend, logits.device)
+    unused = torch.zeros(tokens.shape, device=logits.device)
+    terms = Terms(tokens, unused, unused, unused, temperature, ids_only)
+    selection = Selection(terms, as_mask(loss_mask, tokens), shard)
+    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, chosen)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, selection: Selection, chosen: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(logits.device.type, enabled=False):
+            logp, candidate_logp, entropy, saved = backends.pair(chosen).forward(logits.detach(), selection)
+        ctx.save_for_backward(logits, saved.peak, saved.log_total, saved.entropy, saved.candidate_logp)
+        ctx.selection, ctx.chosen = selection, chosen
+        return logp, candidate_logp, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, *saved = ctx.saved_tensors
+        with torch.autocast(logits.device.type, enabled=False):
+            gradient = backends.pair(ctx.chosen).backward(
+                logits.detach(), ctx.selection, Saved(*saved), upstream
+            )
+        return gradient, None, None

@@ -1,0 +1,97 @@
+"""The PyTorch path of `selected_logprobs`: log-probs forward, the logits' gradient backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .centering import entropy_slope
+from .dense import chunk_scratch, clear, statistics, store, take, trained_rows
+from .replay import from_statistics
+from .segments import segment_sum
+from .softmax import RowBlock, RowGradient
+from .terms import Terms
+from .vocab_parallel import VocabShard
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What is selected from ``T`` rows of logits; ``trained`` None means all of them."""
+
+    terms: Terms
+    trained: Tensor | None
+    shard: VocabShard
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the backward pass needs besides the logits: per trained row, per candidate of those rows."""
+
+    peak: Tensor
+    log_total: Tensor
+    entropy: Tensor
+    candidate_logp: Tensor
+
+
+def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """(logp ``[T]``, candidate_logp ``[nnz]``, entropy ``[T]``, saved); 0 at masked tokens."""
+    terms = selection.terms
+    rows, owned = _compact(selection)
+    part = terms if rows is None else terms.select(rows)
+    stats = statistics(logits, rows, part, selection.shard)
+    trainer = from_statistics(stats, part.candidates)
+    saved = Saved(stats.peak, stats.total.log(), trainer.entropy, trainer.candidates)
+    if rows is None:
+        return trainer.token, trainer.candidates, trainer.entropy, saved
+    nnz = 0 if terms.candidates is None else terms.candidates.ids.numel()
+    logp, entropy = (trainer.token.new_zeros(len(terms)).index_copy_(0, rows, v) for v in (trainer.token, trainer.entropy))
+    return logp, trainer.candidates.new_zeros(nnz).index_copy_(0, owned, trainer.candidates), entropy, saved
+
+
+def backward(
+    logits: Tensor, selection: Selection, saved: Saved, upstream: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """∂/∂logits of ⟨upstream, (logp, candidate_logp, entropy)⟩, same shape and dtype as ``logits``."""
+    rows, owned = _compact(selection)
+    terms = selection.terms if rows is None else selection.terms.select(rows)
+    dtype = saved.entropy.dtype
+    on_token, on_candidates, on_entropy = (u.to(dtype) for u in upstream)
+    if rows is not None:
+        on_token, on_candidates, on_entropy = on_token[rows], on_candidates[owned], on_entropy[rows]
+    whole = _row_gradient(terms, saved, on_token, on_candidates, on_entropy)
+    gradient = torch.empty_like(logits)
+    clear(gradient, selection.shard, selection.trained if rows is not None else None)
+    columns, target = (t[:, : selection.shard.width] for t in (logits, gradient))
+    scratch, size = chunk_scratch(logits, selection.shard.width)
+    for span, candidates, part in terms.chunks(size):
+        block = RowBlock(take(columns, rows, span), part, scratch, selection.shard.first_id)
+        block.revisit(saved.peak[span])
+        store(target, rows, span, block.gradient(whole.narrow(span, candidates)))
+    return gradient
+
+
+def _row_gradient(
+    terms: Terms, saved: Saved, on_token: Tensor, on_candidates: Tensor, on_entropy: Tensor
+) -> RowGradient:
+    total, candidates = on_token, terms.candidates
+    bonus, values = -on_entropy, saved.candidate_logp
+    if candidates is not None:
+        owner = candidates.rows
+        total = total + segment_sum(on_candidates, candidates.offsets)
+        p = saved.candidate_logp.exp()
+        values = on_candidates - total[owner] * p
+        values = values + bonus[owner] * entropy_slope(saved.candidate_logp, saved.entropy[owner])
+        total, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (total, bonus))
+    return RowGradient(-total, values, on_token, saved.log_total, bonus, -saved.entropy)
+
+
+def _compact(selection: Selection) -> tuple[Tensor | None, Tensor]:
+    """Trained rows (None: all) and the positions of their candidates."""
+    rows = trained_rows(selection.trained)
+    candidates = selection.terms.candidates
+    if rows is None or candidates is None:
+        return rows, torch.zeros(0, dtype=torch.int64, device=selection.terms.tokens.device)
+    assert selection.trained is not None
+    return rows, selection.trained[candidates.rows].nonzero().squeeze(1)

@@ -1,0 +1,40 @@
+"""Arithmetic on ragged rows stored back to back (CSR): row ``t`` owns ``values[offsets[t]:offsets[t + 1]]``.
+
+Every reduction is row-local: a row's result does not depend on which rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_index(offsets: Tensor, size: int) -> Tensor:
+    """For every stored value the row that owns it: int64 [nnz]. ``size`` is nnz, so that no device is waited for."""
+    return torch.repeat_interleave(offsets.diff(), output_size=size)
+
+
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each row, [T]; an empty row gives 0."""
+    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+
+
+def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
+    """Maximum of each row, [T]; an empty row gives −inf."""
+    return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
+
+
+def segment_logsumexp(values: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
+    """log Σ exp of each row, [T], free of overflow and underflow; an empty row, or one of −inf only, gives −inf."""
+    peak = segment_max(values, offsets)
+    shift = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
+    return shift + segment_sum((values - shift[rows]).exp(), offsets).log()
+
+
+def take_rows(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose rows ``index``: positions of their values (int64) and the new offsets (int64 [len(index) + 1])."""
+    counts = offsets.diff()[index]
+    new_offsets = torch.zeros(index.numel() + 1, dtype=torch.int64, device=offsets.device)
+    torch.cumsum(counts, 0, out=new_offsets[1:])
+    shift = (offsets[:-1][index] - new_offsets[:-1]).repeat_interleave(counts)
+    return torch.arange(shift.numel(), device=offsets.device) + shift, new_offsets

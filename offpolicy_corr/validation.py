@@ -1,0 +1,267 @@
+"""The checks behind `SamplerRecord.validate`: vectorised, evaluated together, reported one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import RecordError
+from .segments import row_index
+
+if TYPE_CHECKING:
+    from .record import SamplerRecord
+
+LOGPROB_ABOVE_ZERO = 1e-6  # rounding of a log-softmax in float32
+HEAD_MASS_ABOVE_ONE = 1e-3
+COMPLETE_MASS_OFF_ONE = 1e-4
+SAME_VALUE = (1e-4, 1e-5)  # relative, absolute: the token's log-prob against its own entry among the candidates
+
+
+@dataclass(frozen=True)
+class Check:
+    """``bad`` [T] or [nnz] marks offenders; ``rows`` maps an entry to its token, None where it is the token."""
+
+    bad: Tensor
+    field: str
+    values: Tensor
+    problem: str
+    remedy: str
+    rows: Tensor | None = None
+
+
+def as_mask(loss_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """A bool view of ``loss_mask``, bool or {0, 1} ``[T]``; None stays None (everything is trained)."""
+    if loss_mask is None:
+        return None
+    if loss_mask.shape != tokens.shape:
+        raise ValueError(f"loss_mask must be [T] = {tuple(tokens.shape)}, got {tuple(loss_mask.shape)}")
+    return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
+
+
+def check_lengths(record: SamplerRecord) -> None:
+    """Everything that shapes, dtypes and Python numbers alone can tell; never waits for a device."""
+    def require(ok: bool, problem: str, field: str, value: Any, remedy: str) -> None:
+        if not ok:
+            raise RecordError(problem, field=field, value=value, remedy=remedy)
+
+    tokens = record.tokens
+    require(tokens.dim() == 1, "tokens must be one packed row", "tokens", tuple(tokens.shape), "Flatten to [T].")
+    is_float = tokens.dtype.is_floating_point or tokens.dtype == torch.bool
+    require(not is_float, "tokens must be integers", "tokens", tokens.dtype, "Pass the sampled ids.")
+    for name in ("logprobs", "temperature", "group", "weight_version"):
+        given = getattr(record, name)
+        if isinstance(given, Tensor):
+            same = given.shape == tokens.shape
+            want = f"Give one value for each of the {len(record)} tokens."
+            require(same, "lengths disagree", name, tuple(given.shape), want)
+            floating = given.dtype.is_floating_point
+            wants_float = name in ("logprobs", "temperature")
+            kind = "floating" if wants_float else "integer"
+            require(floating == wants_float, f"{name} must be {kind}", name, given.dtype, "Convert it.")
+        elif name == "temperature":
+            positive = 0.0 < given < float("inf")
+            require(
+                positive, "temperature must be positive and finite", name, given, "Greedy decoding has no q."
+            )
+    candidates = record.candidates
+    if candidates is not None:
+        rows = (candidates.offsets.numel() - 1, candidates.complete.numel())
+        require(
+            rows == (len(record), len(record)),
+            "lengths disagree",
+            "candidates.offsets",
+            rows,
+            f"Candidates need T + 1 offsets and T flags for {len(record)} tokens.",
+        )
+        if candidates.logprobs is not None:
+            sizes = (candidates.ids.numel(), candidates.logprobs.numel())
+            want = "Give one log-prob for every candidate id."
+            require(sizes[0] == sizes[1], "lengths disagree", "candidates.logprobs", sizes, want)
+
+
+def check_record(
+    record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None, sequence_ids: Tensor | None
+) -> None:
+    """Run every check and raise `RecordError` for the first that fails."""
+    check_lengths(record)
+    trained = as_mask(loss_mask, record.tokens)
+    checks = _mask_checks(loss_mask) + _token_checks(record, vocab_size, trained)
+    if record.candidates is not None:
+        checks += _candidate_checks(record, vocab_size, trained)
+    failed = torch.stack([check.bad.any() for check in checks]).tolist()  # the one host sync
+    for check, hit in zip(checks, failed, strict=True):
+        if hit:
+            raise_first(check, sequence_ids)
+
+
+def raise_first(check: Check, sequence_ids: Tensor | None, tokens: Tensor | None = None) -> NoReturn:
+    """Raise the `RecordError` of the first offender. ``tokens`` maps to the caller's own numbering."""
+    position = int(check.bad.nonzero()[0, 0])
+    token = position if check.rows is None else int(check.rows[position])
+    raise RecordError(
+        check.problem,
+        sample=None if sequence_ids is None else int(sequence_ids[token]),
+        token=token if tokens is None else int(tokens[token]),
+        field=check.field,
+        value=check.values[position].item(),
+        remedy=check.remedy,
+    )
+
+
+def _mask_checks(loss_mask: Tensor | None) -> list[Check]:
+    if loss_mask is None or loss_mask.dtype == torch.bool:
+        return []
+    bad = (loss_mask != 0) & (loss_mask != 1)
+    return [Check(bad, "loss_mask", loss_mask, "loss_mask must be bool, 0 or 1", "Weights belong elsewhere.")]
+
+
+def _token_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
+    tokens = record.tokens
+    outside, problem = _outside_vocabulary(tokens, vocab_size)
+    checks = [Check(outside, "tokens", tokens, "token " + problem, "Mask padding out of the loss.")]
+    logprobs = record.logprobs
+    if logprobs is not None:
+        remedy = "A missing log-prob cannot be trained on: mask the token or record it."
+        missing = ~logprobs.isfinite()
+        checks.append(Check(missing, "logprobs", logprobs, "log-prob is not a finite number", remedy))
+        positive = logprobs > LOGPROB_ABOVE_ZERO
+        remedy = "Logits, or probabilities, were recorded in place of log-probs."
+        checks.append(Check(positive, "logprobs", logprobs, "log-prob is above 0", remedy))
+    temperature = record.temperature
+    if isinstance(temperature, Tensor):
+        bad = ~((temperature > 0) & temperature.isfinite())
+        problem = "temperature must be positive and finite"
+        checks.append(Check(bad, "temperature", temperature, problem, "Greedy decoding has no q."))
+    if record.group is not None:
+        bad = record.group < 0
+        if record.group_names:
+            bad = bad | (record.group >= len(record.group_names))
+        problem = f"group outside [0, {len(record.group_names)})"
+        checks.append(Check(bad, "group", record.group, problem, "Index group_names."))
+    if record.weight_version is not None:
+        bad = record.weight_version < -1
+        if record.version_names:
+            bad = bad | (record.weight_version >= len(record.version_names))
+        problem = "weight version outside what is declared"
+        checks.append(Check(bad, "weight_version", record.weight_version, problem, "Use -1 for undeclared."))
+    return checks if trained is None else [_only(check, trained) for check in checks]
+
+
+def _outside_vocabulary(ids: Tensor, vocab_size: int | None) -> tuple[Tensor, str]:
+    if vocab_size is None:
+        return ids < 0, "id is negative"
+    return (ids < 0) | (ids >= vocab_size), f"id outside [0, {vocab_size})"
+
+
+def _only(check: Check, trained: Tensor) -> Check:
+    where = trained if check.rows is None else trained[check.rows]
+    return Check(check.bad & where, check.field, check.values, check.problem, check.remedy, check.rows)
+
+
+def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
+    candidates = record.candidates
+    assert candidates is not None
+    ids, complete, nnz = candidates.ids, candidates.complete, candidates.ids.numel()
+    offsets, structure = _safe_offsets(candidates.offsets, nnz)
+    rows = row_index(offsets, nnz)
+    outside, problem = _outside_vocabulary(ids, vocab_size)
+    is_token = ids == record.tokens[rows]
+    present = _row_any(is_token, rows, len(record))
+    checks = [
+        Check(outside, "candidates.ids", ids, "candidate " + problem, "Leave padding out of the set.", rows),
+        Check(
+            _row_has_duplicates(ids, offsets, rows),
+            "candidates.ids",
+            record.tokens,
+            "a candidate id stands twice in this token's set",
+            "Merge duplicates at ingestion: each would be counted.",
+        ),
+        Check(
+            complete & ~present,
+            "candidates.ids",
+            record.tokens,
+            "the sampled token is absent from its complete set",
+            "Record the support that was really sampled from, or mark the row as a head.",
+        ),
+    ]
+    if candidates.logprobs is not None:
+        checks += _logprob_checks(record, rows, is_token)
+    if trained is not None:
+        checks = [_only(check, trained) for check in checks]
+    return structure + checks
+
+
+def _logprob_checks(record: SamplerRecord, rows: Tensor, is_token: Tensor) -> list[Check]:
+    candidates = record.candidates
+    assert candidates is not None and candidates.logprobs is not None
+    logq, complete = candidates.logprobs, candidates.complete
+    remedy = "Record log q: after temperature and filters, in float32."
+    bad = logq.isnan() | (logq > LOGPROB_ABOVE_ZERO)
+    checks = [Check(bad, "candidates.logprobs", logq, "candidate log-prob is NaN or above 0", remedy, rows)]
+    mass = torch.zeros(len(record), dtype=torch.float64, device=logq.device)
+    mass.index_add_(0, rows, logq.double().exp())
+    head = ~complete & (mass > 1.0 + HEAD_MASS_ABOVE_ONE)
+    problem = "the head's probabilities sum to more than 1"
+    checks.append(Check(head, "candidates.logprobs", mass, problem, "Ids are duplicated or q is not normalised."))
+    off = complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
+    problem = "the probabilities of a complete set do not sum to 1"
+    remedy = "Record post-filter log-probs of the whole support, or mark the row as a head."
+    checks.append(Check(off, "candidates.logprobs", mass, problem, remedy))
+    if record.logprobs is not None:
+        own = record.logprobs.to(logq.dtype)[rows]
+        rtol, atol = SAME_VALUE
+        differs = is_token & ~((logq - own).abs() <= atol + rtol * own.abs())
+        problem = "the sampled token's log-prob differs from its entry among the candidates"
+        remedy = "Both must be log q: one was recorded before temperature or a filter."
+        checks.append(Check(differs, "candidates.logprobs", logq, problem, remedy, rows))
+    return checks
+
+
+def _safe_offsets(offsets: Tensor, nnz: int) -> tuple[Tensor, list[Check]]:
+    """Offsets that no later operation can stumble over, and the checks that say whether they were changed."""
+    safe = offsets.clamp(0, nnz).cummax(0).values
+    safe[0], safe[-1] = 0, nnz
+    remedy = "Offsets start at 0, never fall, and end at the number of ids."
+    return safe, [Check(offsets != safe, "candidates.offsets", offsets, "offsets are not CSR", remedy)]
+
+
+def _row_any(flags: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    found = torch.zeros(num_rows + 1, dtype=torch.bool, device=flags.device)
+    found[torch.where(flags, rows, num_rows)] = True
+    return found[:-1]
+
+
+def _row_has_duplicates(ids: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
+    """bool [T]. On a GPU one sort of (row, id) keys, free of syncs; on a CPU dense sorts of rows of like length."""
+    num_rows = offsets.numel() - 1
+    if ids.device.type != "cpu":
+        # the id's place within the key is 33 bits wide: any int32 id, negative ones included, stays in its row
+        keys = ((rows << 33) + ids.to(torch.int64).clamp(-(2**31), 2**31)).sort().values
+        twice = keys[1:] == keys[:-1]
+        return _row_any(twice, (keys[1:] + 2**32) >> 33, num_rows)
+    found = torch.zeros(num_rows, dtype=torch.bool)
+    counts = offsets.diff()
+    width = 2
+    while bool((counts > width // 2).any()):
+        chosen = ((counts > width // 2) & (counts <= width)).nonzero().squeeze(1)
+        if chosen.numel():
+            found[chosen] = _dense_duplicates(ids, offsets[chosen], counts[chosen], width)
+        width *= 2
+    return found
+
+
+def _dense_duplicates(ids: Tensor, start: Tensor, counts: Tensor, width: int) -> Tensor:
+    column = torch.arange(width)
+    if int(counts.min()) == width and start.numel() * width == ids.numel():
+        dense = ids.view(-1, width)
+    else:
+        position = (start[:, None] + column).clamp(max=ids.numel() - 1)
+        # padding takes values of its own, so that it equals neither an id nor other padding
+        filler = (torch.iinfo(ids.dtype).min + column).to(ids.dtype)
+        dense = torch.where(column < counts[:, None], ids[position], filler)
+    ordered = np.sort(dense.numpy(), axis=1)
+    return torch.from_numpy((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))

@@ -1,0 +1,61 @@
+"""Right answers as data (`data/corrections.json`), through every entrance that can give them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import ENTRANCES, gradient_through
+
+import offpolicy_corr as oc
+
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "corrections.json").read_text())["cases"]
+RULES = {
+    "none": oc.Unweighted,
+    "tis": oc.TruncatedIS,
+    "mis": oc.MaskedIS,
+    "clamp": oc.ClampedIS,
+    "ppo": oc.PPOClip,
+}
+
+
+def correction_of(case: dict[str, Any]) -> oc.Correction:
+    settings = dict(case["rule"])
+    return oc.Correction(RULES[settings.pop("kind")](**settings), center=case["center"])
+
+
+def record_of(case: dict[str, Any], dtype: torch.dtype) -> oc.SamplerRecord:
+    ids = torch.tensor(case["candidate_ids"])
+    candidates = oc.CandidateSet(
+        ids,
+        torch.tensor(case["candidate_logprobs"], dtype=dtype),
+        torch.tensor([0, ids.numel()]),
+        torch.tensor([case["complete"]]),
+    )
+    logq = torch.tensor([case["sampler_logprob"]], dtype=dtype)
+    return oc.SamplerRecord(torch.tensor([case["token"]]), logq, candidates, case["temperature"])
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_vector(case: dict[str, Any], dtype: torch.dtype, tolerance: float, entrance: str) -> None:
+    if entrance == "logprobs" and dtype == torch.float32:
+        pytest.skip("from log-probs the tail is a difference: held to fp64 only")
+    logits = torch.tensor([case["logits"]], dtype=dtype)
+    out, gradient = gradient_through(
+        entrance,
+        logits,
+        record_of(case, dtype),
+        torch.tensor([case["advantage"]], dtype=dtype),
+        correction=correction_of(case),
+    )
+    expected = case["expected"]
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(gradient[0], torch.tensor(expected["grad"], dtype=dtype), **close)
+    torch.testing.assert_close(out.loss.detach(), torch.tensor(expected["loss"], dtype=dtype), **close)
+    torch.testing.assert_close(out.tokens.logprobs[0].item(), expected["logprob"], **close)
+    torch.testing.assert_close(out.tokens.weight[0].item(), expected["weight"], **close)
