@@ -9,6 +9,7 @@ class RecordError(ValueError):
     """A sampler's record is wrong. Says where, what stands there, and what to do.
 
     Attributes:
+        problem: what is wrong, without the place.
         sample: sequence id of the token, or None where no sequence ids are known.
         token: index of the token in the packed row, or None for a fault of the whole record.
         field: name of the field at fault, for example ``"candidates.logprobs"``.
@@ -26,6 +27,7 @@ class RecordError(ValueError):
         value: Any = None,
         remedy: str | None = None,
     ) -> None:
+        self.problem = problem
         self.sample, self.token, self.field, self.value, self.remedy = sample, token, field, value, remedy
         places = [("sample", sample), ("token", token), ("field", field), ("value", value)]
         where = ", ".join(f"{name} {place}" for name, place in places if place is not None)
