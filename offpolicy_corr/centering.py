@@ -128,31 +128,40 @@ def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_
         loss = loss - settings.entropy_coef * trainer.entropy
     loss = torch.where(trainer.finite, loss, torch.nan)
 
-    scale = terms.scale.to(loss.dtype)
-    live = lambda values: torch.where(scale == 0, torch.zeros_like(values), scale * values)  # noqa: E731
-    dense = live(pull + advantages * (coef.alpha - coef.total))
-    on_candidates = trainer.candidates
-    bonus = scale * settings.entropy_coef
-    if terms.candidates is not None:
-        rows = terms.candidates.rows
-        slope = live(pull - advantages * coef.total)[rows]
-        on_candidates = product(slope, trainer.candidates.exp()) + product(
-            live(advantages)[rows], coef.weighted
-        )
-        if settings.entropy_coef:
-            on_candidates = on_candidates + bonus[rows] * entropy_slope(trainer.candidates, trainer.entropy[rows])
-        dense = dense.masked_fill(terms.candidates.complete, 0.0)
-        bonus = bonus.masked_fill(terms.candidates.complete, 0.0)
-    with_bonus = bool(settings.entropy_coef)
-    gradient = RowGradient(
-        dense,
-        on_candidates,
-        -live(pull),
-        log_total,
-        bonus if with_bonus else None,
-        -trainer.entropy if with_bonus else None,
-    )
+    gradient = _gradient(settings, terms, trainer, coef, pull, log_total)
     return TokenLoss(loss, correction, coef, gradient)
+
+
+def _gradient(
+    settings: Settings,
+    terms: Terms,
+    trainer: TrainerLogprobs,
+    coef: Coefficients,
+    pull: Tensor,
+    log_total: Tensor,
+) -> RowGradient:
+    """The closed form, times ``scale``: α − M and the pull on the sampled token are all that a row needs."""
+    scale = terms.scale.to(pull.dtype)
+    live = lambda values: torch.where(scale == 0, torch.zeros_like(values), scale * values)  # noqa: E731
+    advantages, pull = live(terms.advantages.to(pull.dtype)), live(pull)
+    # ∂L/∂p-part of the head and of the rest: m_v = α p_v holds off the head only
+    on_head = pull - product(advantages, coef.total)
+    dense = on_head + product(advantages, coef.alpha)
+    bonus = scale * settings.entropy_coef
+    candidates = terms.candidates
+    values = trainer.candidates
+    if candidates is not None:
+        rows = candidates.rows
+        values = product(on_head[rows], trainer.candidates.exp()) + product(advantages[rows], coef.weighted)
+        values = values - torch.where(candidates.ids == terms.tokens[rows], pull[rows], 0.0)
+        if settings.entropy_coef:
+            values = values + bonus[rows] * entropy_slope(trainer.candidates, trainer.entropy[rows])
+        dense, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (dense, bonus))
+    token = product(dense, trainer.token.exp()) - pull
+    if not settings.entropy_coef:
+        return RowGradient(dense, values, token, log_total)
+    token = token + bonus * entropy_slope(trainer.token, trainer.entropy)
+    return RowGradient(dense, values, token, log_total, bonus, -trainer.entropy)
 
 
 def entropy_slope(logp: Tensor, entropy: Tensor) -> Tensor:

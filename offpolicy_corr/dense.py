@@ -10,13 +10,15 @@ from torch import Tensor
 from .centering import TokenLoss, closed_form
 from .replay import from_statistics
 from .result import FIELDS, pack
-from .softmax import RowBlock, RowStats, Scratch, compute_dtype
+from .softmax import RowBlock, RowGradient, RowStats, Scratch, compute_dtype
 from .terms import Settings, Terms
 from .vocab_parallel import VocabShard, share_peak, share_sums
 
-# elements of one chunk: small enough to stay in a core's cache, large enough that launches do not count
-_CHUNK_ON_CPU = 2**19
-_CHUNK_ON_GPU = 2**26
+# elements: a tile stays in a core's cache, a block is large enough that per-row arithmetic does not count
+_TILE_ON_CPU = 2**18
+_BLOCK_ON_CPU = 2**23
+_BLOCK_ON_GPU = 2**26
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -41,23 +43,23 @@ def visit(logits: Tensor, job: Job, gradient: Tensor | None) -> Tensor:
     if gradient is not None:
         clear(gradient, job.shard, None if rows is None else job.trained)
         gradient = gradient[:, : job.shard.width]
-    scratch, size = chunk_scratch(logits, job.shard.width)
+    scratch = chunk_scratch(logits, job.shard.width)
     results = torch.empty(len(FIELDS), len(terms), dtype=compute_dtype(logits.dtype), device=logits.device)
     if job.shard.group is None:
-        for span, _, part in terms.chunks(size):
+        for span, _, part in terms.chunks(scratch.rows):
             block = RowBlock(take(columns, rows, span), part, scratch)
             stats = block.statistics()
             token = _evaluate(stats, part, job.settings, results[:, span])
             if gradient is not None:
-                store(gradient, rows, span, block.gradient(token.gradient))
+                write(block, token.gradient, stats.peak, gradient, rows, span)
     else:
         stats = sharded_statistics(columns, rows, terms, job.shard)
         token = _evaluate(stats, terms, job.settings, results)
         if gradient is not None:
-            for span, owned, part in terms.chunks(size):
+            for span, owned, part in terms.chunks(scratch.rows):
                 block = RowBlock(take(columns, rows, span), part, scratch, job.shard.first_id)
                 block.revisit(stats.peak[span])
-                store(gradient, rows, span, block.gradient(token.gradient.narrow(span, owned)))
+                write(block, token.gradient.narrow(span, owned), stats.peak[span], gradient, rows, span)
     if rows is None:
         return results
     everywhere = results.new_zeros(len(FIELDS), len(job.terms))
@@ -69,25 +71,26 @@ def statistics(logits: Tensor, rows: Tensor | None, terms: Terms, shard: VocabSh
     columns = logits[:, : shard.width]
     if shard.group is not None:
         return sharded_statistics(columns, rows, terms, shard)
-    scratch, size = chunk_scratch(logits, shard.width)
+    scratch = chunk_scratch(logits, shard.width)
     parts = [
-        RowBlock(take(columns, rows, span), part, scratch).statistics() for span, _, part in terms.chunks(size)
+        RowBlock(take(columns, rows, span), part, scratch).statistics()
+        for span, _, part in terms.chunks(scratch.rows)
     ]
     return _join(parts, logits)
 
 
 def sharded_statistics(columns: Tensor, rows: Tensor | None, terms: Terms, shard: VocabShard) -> RowStats:
     """`RowStats` of vocabulary-parallel rows: local maxima, a collective, local sums, a collective."""
-    scratch, size = chunk_scratch(columns, shard.width)
+    scratch = chunk_scratch(columns, shard.width)
     dtype = compute_dtype(columns.dtype)
     peak = torch.full((len(terms),), -torch.inf, dtype=dtype, device=columns.device)
     if shard.width:
-        for span, _, _ in terms.chunks(size):
+        for span, _, _ in terms.chunks(scratch.rows):
             peak[span] = take(columns, rows, span).amax(1).to(dtype)
     peak = share_peak(peak, shard)
     parts = [
         RowBlock(take(columns, rows, span), part, scratch, shard.first_id).statistics(peak[span])
-        for span, _, part in terms.chunks(size)
+        for span, _, part in terms.chunks(scratch.rows)
     ]
     return share_sums(_join(parts, columns), terms, shard)
 
@@ -113,11 +116,10 @@ def trained_rows(trained: Tensor | None) -> Tensor | None:
     return None if rows.numel() == trained.numel() else rows
 
 
-def chunk_scratch(logits: Tensor, width: int) -> tuple[Scratch, int]:
-    """Buffers for a chunk of rows of ``width`` columns, and the number of rows."""
-    elements = _CHUNK_ON_CPU if logits.device.type == "cpu" else _CHUNK_ON_GPU
-    rows = max(1, min(elements // max(width, 1), logits.shape[0]))
-    return Scratch(rows, width, logits), rows
+def chunk_scratch(logits: Tensor, width: int) -> Scratch:
+    """Memory for blocks of rows of ``width`` columns."""
+    on_cpu = logits.device.type == "cpu"
+    return Scratch(logits, width, *((_BLOCK_ON_CPU, _TILE_ON_CPU) if on_cpu else (_BLOCK_ON_GPU,) * 2))
 
 
 def take(columns: Tensor, rows: Tensor | None, span: slice) -> Tensor:
@@ -125,12 +127,21 @@ def take(columns: Tensor, rows: Tensor | None, span: slice) -> Tensor:
     return columns[span] if rows is None else columns.index_select(0, rows[span])
 
 
-def store(gradient: Tensor, rows: Tensor | None, span: slice, values: Tensor) -> None:
-    """Write what `take` took."""
+def write(
+    block: RowBlock,
+    row_gradient: RowGradient,
+    peak: Tensor,
+    gradient: Tensor,
+    rows: Tensor | None,
+    span: slice,
+) -> None:
+    """Write a block's gradient to the rows that `take` took."""
     if rows is None:
-        gradient[span].copy_(values)
+        block.gradient(row_gradient, peak, gradient[span])
     else:
-        gradient.index_copy_(0, rows[span], values.to(gradient.dtype))
+        values = gradient.new_empty(block.logits.shape)
+        block.gradient(row_gradient, peak, values)
+        gradient.index_copy_(0, rows[span], values)
 
 
 def clear(gradient: Tensor, shard: VocabShard, trained: Tensor | None) -> None:

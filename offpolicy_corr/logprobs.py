@@ -73,7 +73,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             logp, candidate_logp, entropy, saved = backends.pair(chosen).forward(logits.detach(), selection)
-        ctx.save_for_backward(logits, saved.peak, saved.log_total, saved.entropy, saved.candidate_logp)
+        ctx.save_for_backward(logits, *saved)
         ctx.selection, ctx.chosen = selection, chosen
         return logp, candidate_logp, entropy
 

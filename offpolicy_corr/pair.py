@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .centering import entropy_slope
-from .dense import chunk_scratch, clear, statistics, store, take, trained_rows
+from .centering import entropy_slope, product
+from .dense import chunk_scratch, clear, statistics, take, trained_rows, write
 from .replay import from_statistics
 from .segments import segment_sum
 from .softmax import RowBlock, RowGradient
@@ -25,13 +26,13 @@ class Selection:
     shard: VocabShard
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """What the backward pass needs besides the logits: per trained row, per candidate of those rows."""
 
     peak: Tensor
     log_total: Tensor
     entropy: Tensor
+    token_logp: Tensor
     candidate_logp: Tensor
 
 
@@ -42,7 +43,7 @@ def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tenso
     part = terms if rows is None else terms.select(rows)
     stats = statistics(logits, rows, part, selection.shard)
     trainer = from_statistics(stats, part.candidates)
-    saved = Saved(stats.peak, stats.total.log(), trainer.entropy, trainer.candidates)
+    saved = Saved(stats.peak, stats.total.log(), trainer.entropy, trainer.token, trainer.candidates)
     if rows is None:
         return trainer.token, trainer.candidates, trainer.entropy, saved
     nnz = 0 if terms.candidates is None else terms.candidates.ids.numel()
@@ -64,27 +65,30 @@ def backward(
     gradient = torch.empty_like(logits)
     clear(gradient, selection.shard, selection.trained if rows is not None else None)
     columns, target = (t[:, : selection.shard.width] for t in (logits, gradient))
-    scratch, size = chunk_scratch(logits, selection.shard.width)
-    for span, candidates, part in terms.chunks(size):
+    scratch = chunk_scratch(logits, selection.shard.width)
+    for span, candidates, part in terms.chunks(scratch.rows):
         block = RowBlock(take(columns, rows, span), part, scratch, selection.shard.first_id)
-        block.revisit(saved.peak[span])
-        store(target, rows, span, block.gradient(whole.narrow(span, candidates)))
+        peak = saved.peak[span]
+        block.revisit(peak)
+        write(block, whole.narrow(span, candidates), peak, target, rows, span)
     return gradient
 
 
 def _row_gradient(
     terms: Terms, saved: Saved, on_token: Tensor, on_candidates: Tensor, on_entropy: Tensor
 ) -> RowGradient:
-    total, candidates = on_token, terms.candidates
-    bonus, values = -on_entropy, saved.candidate_logp
+    pull, bonus, values = on_token, -on_entropy, saved.candidate_logp
+    candidates = terms.candidates
     if candidates is not None:
-        owner = candidates.rows
-        total = total + segment_sum(on_candidates, candidates.offsets)
-        p = saved.candidate_logp.exp()
-        values = on_candidates - total[owner] * p
-        values = values + bonus[owner] * entropy_slope(saved.candidate_logp, saved.entropy[owner])
-        total, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (total, bonus))
-    return RowGradient(-total, values, on_token, saved.log_total, bonus, -saved.entropy)
+        rows = candidates.rows
+        pull = pull + segment_sum(on_candidates, candidates.offsets)
+        values = on_candidates - product(pull[rows], saved.candidate_logp.exp())
+        values = values + torch.where(candidates.ids == terms.tokens[rows], on_token[rows], 0.0)
+        values = values + bonus[rows] * entropy_slope(saved.candidate_logp, saved.entropy[rows])
+        pull, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (pull, bonus))
+    token = on_token - product(pull, saved.token_logp.exp())
+    token = token + bonus * entropy_slope(saved.token_logp, saved.entropy)
+    return RowGradient(-pull, values, token, saved.log_total, bonus, -saved.entropy)
 
 
 def _compact(selection: Selection) -> tuple[Tensor | None, Tensor]:

@@ -64,8 +64,8 @@ def _visit(head: LMHead, terms: Terms, settings: Settings, rows: Tensor, gradien
     trainer = TrainerLogprobs(token, logp, entropy, unknown, unknown, log_norm.isfinite())
     loss = closed_form(settings, terms, trainer, log_norm)
     if gradients.wanted:
-        pull = loss.gradient.candidates + torch.where(is_token, loss.gradient.token[owner], 0.0)
-        _accumulate(gradients, (pull * slope)[:, None], ids, owner, weight, hidden, rows)
+        pull = (loss.gradient.candidates * slope)[:, None]
+        _accumulate(gradients, pull, ids, owner, weight, hidden, rows)
     return pack(loss.loss, loss.correction, loss.coefficients, trainer)
 
 

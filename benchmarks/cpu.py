@@ -1,0 +1,176 @@
+"""Time and peak memory of `policy_loss` on a CPU, against the same loss by plain autograd.
+
+``python -m offpolicy_corr.benchmarks.cpu`` measures loss and gradient of every variant in a fresh child process
+(memory is not handed back by the one before), prints ratios, and writes JSON where ``--json`` names a file.
+Plain autograd is what one writes first: ``log_softmax`` in fp32, gather, and Σ c log p with constant c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import offpolicy_corr as oc
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VARIANTS = ("autograd", "policy_loss", "policy_loss in place")
+
+
+def problem(tokens: int, vocab: int, k: int, dtype: torch.dtype) -> tuple[Tensor, oc.SamplerRecord, Tensor]:
+    """Logits ``[tokens, vocab]`` and a record of top-``k`` heads drawn from slightly different ones."""
+    torch.manual_seed(0)
+    logits = torch.empty(tokens, vocab, dtype=dtype)
+    ids = torch.empty(tokens, k, dtype=torch.int32)
+    logq = torch.empty(tokens, k)
+    sampled = torch.empty(tokens, dtype=torch.int64)
+    for row in range(tokens):
+        sampler = 3.0 * torch.randn(vocab)
+        logits[row] = (sampler + 0.05 * torch.randn(vocab)).to(dtype)
+        top = sampler.log_softmax(0).topk(k)
+        ids[row], logq[row], sampled[row] = top.indices, top.values, top.indices[row % k]
+    own = logq.gather(1, (torch.arange(tokens) % k)[:, None]).squeeze(1)
+    record = oc.SamplerRecord(sampled, own, oc.CandidateSet.from_topk(ids, logq))
+    return logits, record, torch.randn(tokens)
+
+
+def autograd_loss(logits: Tensor, record: oc.SamplerRecord, advantages: Tensor) -> Tensor:
+    """SC + MIS [0.5, 5] from log-probs that autograd differentiates, mean over tokens."""
+    assert record.candidates is not None and record.logprobs is not None
+    ids, logq = record.candidates.to_padded()
+    assert logq is not None
+    logp = logits.float().log_softmax(-1)
+    token = logp.gather(1, record.tokens[:, None]).squeeze(1)
+    head = logp.gather(1, ids.long())
+    with torch.no_grad():
+        rule, q, p = oc.MaskedIS(), logq.exp(), head.exp()
+        weight = rule.weight(token - record.logprobs, advantages)
+        rho = (1 - q.sum(1)).clamp(min=1e-6) / (1 - p.sum(1)).clamp(min=1e-6)
+        alpha = rule.tail_scale(rho, advantages)
+        coefficient = rule.weighted_prob(head, logq, advantages) - alpha[:, None] * p
+    return -(advantages * (weight * token - (coefficient * head).sum(1))).mean()
+
+
+def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds and peak bytes beyond the inputs of forward + backward, in this process."""
+    torch.set_num_threads(args.threads)
+    logits, record, advantages = problem(args.tokens, args.vocab, args.k, DTYPES[args.dtype])
+    source = logits if variant == "policy_loss in place" else None
+
+    def step() -> Tensor:
+        if variant == "autograd":
+            return autograd_loss(leaf, record, advantages)
+        return oc.policy_loss(leaf, record, advantages, inplace=source is not None).loss
+
+    seconds, base = [], _reset_peak()
+    for repeat in range(args.repeats + 1):
+        if source is not None and repeat:
+            source.normal_(std=3.0)  # the last run left its gradient here
+        leaf = logits.detach().requires_grad_()
+        start = time.perf_counter()
+        step().backward()
+        seconds.append(time.perf_counter() - start)
+        leaf.grad = None
+    return {"seconds": statistics.median(seconds[1:]), "extra_bytes": _peak() - base}
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak that making the inputs left
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _child(variant: str, dtype: str, argv: list[str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "offpolicy_corr.benchmarks.cpu", "--child", variant, "--dtype", dtype, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{variant} ({dtype}) failed:\n{done.stderr}")
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def run(args: argparse.Namespace, show: Callable[[str], None] = print) -> dict[str, Any]:
+    """Every variant in its own process, as a dictionary with the machine and the command."""
+    sizes = ["--tokens", args.tokens, "--vocab", args.vocab, "--k", args.k]
+    shared = [str(word) for word in [*sizes, "--repeats", args.repeats, "--threads", args.threads]]
+    show(f"T={args.tokens} V={args.vocab} K={args.k}, {args.threads} thread(s), torch {torch.__version__}")
+    show(f"{'dtype':6}{'variant':22}{'seconds':>9}{'speed-up':>10}{'extra MiB':>11}{'of autograd':>13}")
+    rows = []
+    for dtype in [args.dtype] if args.dtype else list(DTYPES):
+        results = {variant: _child(variant, dtype, shared) for variant in VARIANTS}
+        plain = results["autograd"]
+        for variant, result in results.items():
+            row = {
+                "dtype": dtype,
+                "variant": variant,
+                **result,
+                "speed_up": plain["seconds"] / result["seconds"],
+                "memory_ratio": result["extra_bytes"] / plain["extra_bytes"],
+            }
+            rows.append(row)
+            show(
+                f"{dtype:6}{variant:22}{row['seconds']:9.2f}{row['speed_up']:9.1f}x"
+                f"{row['extra_bytes'] / 2**20:11.0f}{row['memory_ratio']:13.3f}"
+            )
+    return {
+        "benchmark": "cpu",
+        "command": "python -m offpolicy_corr.benchmarks.cpu " + " ".join(shared),
+        "machine": {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__},
+        "rows": rows,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="offpolicy-corr bench --cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--k", type=int, default=64)
+    parser.add_argument("--dtype", choices=list(DTYPES), help="one dtype only")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        print(json.dumps(measure(args.child, args)))
+        return 0
+    if not Path("/proc/self/clear_refs").exists():
+        print("peak memory is read from /proc, which this system does not have", file=sys.stderr)
+        return 1
+    results = run(args)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
