@@ -1,7 +1,7 @@
 """Turns of an agent, retries and partial rollouts, joined into one sequence by their exact token ids.
 
-Nothing is tokenised, cut or aligned by guess: every call to an engine says which ids it was given and which it drew,
-and the next call's context must begin with all that came before.
+Nothing is tokenised, cut or aligned by guess: every call to an engine says which ids it was given and which
+it drew, and the next call's context must begin with all that came before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Turn:
         record: what it sampled, ``[T]``; a reader's result.
         prompt: the ids that the call was given, integer ``[P]``: the whole context.
         spec: the sampler that answered.
-        kept: how many of the sampled tokens went on into the context; None is all. 0 is a retried call whose answer
-            was thrown away; a smaller number is an answer that was cut (a stop string, a tool call).
+        kept: how many of the sampled tokens went on into the context; None is all. 0 is a retried call whose
+            answer was thrown away; a smaller number is an answer that was cut (a stop string, a tool call).
         finish_reason: the engine's word.
         truncated: the answer hit a length limit or was aborted. No end-of-sequence token is ever added.
     """
@@ -46,8 +46,8 @@ class Trajectory:
     """A whole sequence: prompt, sampled tokens, tool and template tokens.
 
     Attributes:
-        record: all tokens ``[N]``. Tokens that nobody sampled hold NaN log-probs, empty candidates, group and weight
-            version −1.
+        record: all tokens ``[N]``. Tokens that nobody sampled hold NaN log-probs, empty candidates, group and
+            weight version −1.
         loss_mask: bool ``[N]``: sampled, kept, and with a log-prob.
         turn: int64 ``[N]``, index of the turn that sampled the token, −1 for context.
         missing: sampled tokens that were masked for want of a log-prob.
@@ -63,7 +63,7 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Trajectories in one packed row: ``record`` ``[N]``, ``loss_mask`` bool ``[N]``, ``sequence_ids`` int64 ``[N]``."""
+    """Trajectories in one packed row ``[N]``: record, bool loss mask, int64 sequence ids; tokens masked."""
 
     record: SamplerRecord
     loss_mask: Tensor
@@ -74,17 +74,17 @@ class Batch:
 def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     """Join the calls of one trajectory.
 
-    Each call's prompt must begin with the sequence so far, id by id; what follows in it is context that nobody trains
-    (tool results, templates). A call aborted half-way and continued by another is two turns with nothing between.
-    Temperature, group and weight version stay per token.
+    Each call's prompt must begin with the sequence so far, id by id; what follows in it is context that
+    nobody trains (tool results, templates). A call aborted half-way and continued by another is two turns
+    with nothing between. Temperature, group and weight version stay per token.
 
     Args:
         turns: in order.
         strict: require that every spec names its group.
 
     Raises:
-        RecordError: a prompt that does not continue the sequence (``token`` is the first id that differs), samplers
-            that may not be mixed, records that cannot be joined, a ``kept`` beyond the answer.
+        RecordError: a prompt that does not continue the sequence (``token`` is the first id that differs),
+            samplers that may not be mixed, records that cannot be joined, a ``kept`` beyond the answer.
     """
     if not turns:
         raise ValueError("a trajectory needs at least one turn")
@@ -97,7 +97,9 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
         answer = _kept(turn, index)
         if turn.prompt is None:
             remedy = "Pass prompt= to the reader, or ask the engine to return it."
-            raise RecordError("a turn's context ids are unknown", field=f"turns[{index}].prompt", remedy=remedy)
+            raise RecordError(
+                "a turn's context ids are unknown", field=f"turns[{index}].prompt", remedy=remedy
+            )
         context = _continuation(sequence, turn.prompt.to(torch.int64), index)
         parts += [_untrained(context, answer), _named(answer, turn.spec)]
         owners += [torch.full((len(context),), -1), torch.full((len(answer),), index)]
@@ -105,7 +107,9 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
         truncated = turn.truncated if turn.kept is None else truncated
     record = _concat([part for part in parts if len(part)] or parts[:1])
     owner = torch.cat(owners)
-    missing = missing_tokens(record) if record.logprobs is not None else torch.zeros_like(owner, dtype=torch.bool)
+    missing = (
+        missing_tokens(record) if record.logprobs is not None else torch.zeros_like(owner, dtype=torch.bool)
+    )
     loss_mask = (owner >= 0) & ~missing
     vocab_sizes = [turn.spec.vocab_size for turn in turns if turn.spec.vocab_size is not None]
     record.validate(vocab_sizes[0] if vocab_sizes else None, loss_mask)
@@ -129,10 +133,12 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def prompt_ids(num_sequences: int, samples_per_prompt: int) -> Tensor:
-    """Which prompt each sequence answers, int64 ``[num_sequences]``, where every prompt has the same number of them.
+    """Which prompt each sequence answers, int64 ``[num_sequences]``, where every prompt has the same number
+    of them.
 
     Raises:
-        RecordError: the number does not divide. Incomplete groups need explicit ids: a stride would mix prompts.
+        RecordError: the number does not divide. Incomplete groups need explicit ids: a stride would mix
+            prompts.
     """
     if samples_per_prompt < 1 or num_sequences % samples_per_prompt:
         problem = f"{num_sequences} sequences do not divide into groups of {samples_per_prompt}"
@@ -144,8 +150,8 @@ def prompt_ids(num_sequences: int, samples_per_prompt: int) -> Tensor:
 def group_advantages(rewards: Tensor, prompts: Tensor, normalise: bool = True) -> Tensor:
     """Reward minus the mean of its prompt's samples, over their standard deviation: floating ``[S]``.
 
-    Equal rewards give exactly 0: a spread that is only rounding (below 1e-6 of the largest reward) is none, and is
-    never divided by. A prompt with one sample gives 0.
+    Equal rewards give exactly 0: a spread that is only rounding (below 1e-6 of the largest reward) is none,
+    and is never divided by. A prompt with one sample gives 0.
 
     Args:
         rewards: floating ``[S]``, one a sequence.
@@ -187,7 +193,9 @@ def _continuation(sequence: Tensor, prompt: Tensor, index: int) -> Tensor:
             "engine's ids, and say kept=0 (retried) or kept=n (cut)."
         )
         field = f"turns[{index}].prompt"
-        raise RecordError("the prompt does not continue the sequence", token=token, field=field, value=value, remedy=remedy)
+        raise RecordError(
+            "the prompt does not continue the sequence", token=token, field=field, value=value, remedy=remedy
+        )
     return prompt[len(sequence) :]
 
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
     from .record import SamplerRecord
 
-# −9999 (vLLM's HTTP shapes, SkyRL), −99999 (Tinker), −3.4e38 (SGLang's clamp) and −inf all lie at or below this.
-# No float32 softmax yields such a value for a token that was really drawn. JSON null and NaN arrive as NaN. The
-# sixth disguise, an exact 0.0, cannot be told by its value: see `statistics.find_unwitnessed_zeros`.
+# −9999 (vLLM's HTTP shapes, SkyRL), −99999 (Tinker), −3.4e38 (SGLang's clamp) and −inf all lie at or below
+# this. # No float32 softmax yields such a value for a token that was really drawn. JSON null and NaN arrive
+# as NaN. The # sixth disguise, an exact 0.0, cannot be told by its value: see
+# `statistics.find_unwitnessed_zeros`.
 SENTINEL = -9999.0
 
 
@@ -26,8 +27,9 @@ def is_missing(values: NDArray[Any]) -> NDArray[np.bool_]:
 def missing_tokens(record: SamplerRecord) -> Tensor:
     """Tokens that a reader marked as missing (``on_missing="mask"``): bool ``[T]``, true where log q is NaN.
 
-    Such tokens have no q: AND the complement into the loss mask, so that they leave the loss and the denominators.
-    A loss mask that still trains one of them is refused by ``record.validate``. Their number is the sum.
+    Such tokens have no q: AND the complement into the loss mask, so that they leave the loss and the
+    denominators. A loss mask that still trains one of them is refused by ``record.validate``. Their number is
+    the sum.
 
     Raises:
         ValueError: the record holds no log-probs at all.

@@ -59,7 +59,7 @@ def token_scale(
         scale = live / (live.sum().clamp(min=1.0) if denominator is None else denominator)
     elif reduction == "sequence-mean":
         assert sequence_ids is not None
-        ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, sequence_ids.amin())
+        ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
         _, inverse = torch.unique(ids, return_inverse=True)
         lengths = torch.zeros_like(live).index_add_(0, inverse, live)
         sequences = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator

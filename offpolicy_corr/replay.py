@@ -53,17 +53,18 @@ def from_statistics(stats: RowStats, candidates: CandidateSet | None) -> Trainer
     if candidates is None:
         return over_v
     rows, complete = candidates.rows, candidates.complete
-    log_mass = segment_logsumexp(stats.candidates, candidates.offsets, rows)
+    peak, log_mass = segment_logsumexp(stats.candidates, candidates.offsets, rows)
+    shift = torch.where(complete, peak, 0.0)
     log_norm = torch.where(complete, log_mass, log_total)
-    logp = stats.candidates - log_norm[rows]
+    logp = stats.candidates - shift[rows] - log_norm[rows]
     over_s = support_entropy(logp, candidates)
     return replace(
         over_v,
-        token=stats.token - log_norm,
+        token=stats.token - shift - log_norm,
         candidates=logp,
         entropy=torch.where(complete, over_s, entropy),
-        head_mass=(log_mass - log_total).exp(),
-        finite=finite & (log_norm.isfinite()),
+        head_mass=(peak + log_mass - log_total).exp(),
+        finite=finite & log_norm.isfinite(),
     )
 
 

@@ -1,4 +1,4 @@
-"""`request_parameters`: what to ask of an engine, and how to start it, so that its record fits a correction."""
+"""`request_parameters`: what to ask of an engine so that its record fits a correction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ VLLM_LOGPROBS_CAP = 20  # default of --max-logprobs
 
 @dataclass(frozen=True)
 class RequestParameters:
-    """Attributes: ``request``, fields of the request's body; ``server_flags``, how the engine must be started;
-    ``environment``, variables of the server's process."""
+    """Attributes: ``request``, fields of the request's body; ``server_flags``, how the engine must be
+    started; ``environment``, variables of the server's process."""
 
     request: dict[str, Any]
     server_flags: tuple[str, ...] = ()
@@ -34,8 +34,8 @@ def request_parameters(
 
     Args:
         spec: the group; its temperature and filters go into the request.
-        correction: None is `Correction()`. A centred one needs candidates; under filters the whole support is needed
-            for every correction, with its log-probs where centred.
+        correction: None is `Correction()`. A centred one needs candidates; under filters the whole support is
+            needed for every correction, with its log-probs where centred.
         num_candidates: size of the heads of an unfiltered sampler.
         endpoint: ``"generate"`` (SGLang's ``/generate``, vLLM's ``/inference/v1/generate``) or ``"chat"``.
 
@@ -89,7 +89,9 @@ def _sglang(spec: SamplerSpec, centered: bool, num_candidates: int, endpoint: st
             raise RecordError("no mask without top-k", field="spec.top_k", value=spec.top_k, remedy=remedy)
         if spec.logprobs == "processed" and centered:
             remedy = "Declare logprobs='support': centering needs every candidate's log-prob."
-            raise RecordError("selected values alone", field="spec.logprobs", value="processed", remedy=remedy)
+            raise RecordError(
+                "selected values alone", field="spec.logprobs", value="processed", remedy=remedy
+            )
         request["return_sampling_mask"] = True
         request["sampling_logprobs_mode"] = "support" if spec.logprobs == "support" else "selected"
         if spec.limit > SGLANG_MASK_CAP:

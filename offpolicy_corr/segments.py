@@ -24,11 +24,15 @@ def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
 
 
-def segment_logsumexp(values: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
-    """log Σ exp of each row, [T], free of overflow and underflow; an empty row, or one of −inf only, gives −inf."""
+def segment_logsumexp(values: Tensor, offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp of each row as two addends ``[T]``: the row's maximum, and the rest.
+
+    Kept apart because values can lie far from 0: subtracting first the one, then the other keeps the digits that
+    their sum would round away. An empty row, or one of −inf only, gives (0, −inf).
+    """
     peak = segment_max(values, offsets)
-    shift = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
-    return shift + segment_sum((values - shift[rows]).exp(), offsets).log()
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    return peak, segment_sum((values - peak[rows]).exp(), offsets).log()
 
 
 def take_rows(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

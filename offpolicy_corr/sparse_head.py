@@ -55,8 +55,8 @@ def _visit(head: LMHead, terms: Terms, settings: Settings, rows: Tensor, gradien
     cooling = temperature.to(dtype)[owner] if isinstance(temperature, Tensor) else temperature
     logits, slope = logits / cooling, slope / cooling
 
-    log_norm = segment_logsumexp(logits, offsets, owner)
-    logp = logits - log_norm[owner]
+    peak, log_norm = segment_logsumexp(logits, offsets, owner)
+    logp = logits - peak[owner] - log_norm[owner]
     is_token = ids == terms.tokens[owner]
     token = torch.full_like(log_norm, -torch.inf).index_put_((owner[is_token],), logp[is_token])
     unknown = torch.full_like(token, torch.nan)

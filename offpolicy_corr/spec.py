@@ -1,7 +1,7 @@
 """`SamplerSpec`: what a sampler group is, and what its log-probs mean. Declared, never guessed.
 
-No engine echoes any of this in its answers (version strings apart), so whoever configures the fleet states it once
-per group, and every reader and every assembly checks against it.
+No engine echoes any of this in its answers (version strings apart), so whoever configures the fleet states it
+once per group, and every reader and every assembly checks against it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ class SamplerSpec:
         engine: ``"sglang"``, ``"vllm"``, or another engine's name.
         logprobs: what the recorded log-probs are normalised over. ``"raw"``: the vocabulary at temperature 1,
             before filters. ``"temperature"``: the vocabulary after temperature, before filters (SGLang's
-            ``output_token_logprobs``). ``"processed"``: after temperature and filters. ``"support"``: the same, with
-            a value for every id of the support.
+            ``output_token_logprobs``). ``"processed"``: after temperature and filters. ``"support"``: the
+            same, with a value for every id of the support.
         temperature, top_p, top_k, min_p: as requested; ``top_k`` None, 0 or −1 is off.
         repetition_penalty, presence_penalty, frequency_penalty: as requested; 1, 0, 0 are off.
         constrained: a logit bias, bad words, a grammar or a custom processor changed the logits.
-        filter_order: ``"joint"`` (each filter against the whole distribution) or ``"sequential"``. Never used to
-            rebuild a support: the recorded one counts.
+        filter_order: ``"joint"`` (each filter against the whole distribution) or ``"sequential"``. Never used
+            to rebuild a support: the recorded one counts.
         group: name of the sampler group; strict assembly requires it.
         engine_version: for example ``"0.33.0"``.
         dialect: ``"slime"`` for slime's patched SGLang, whose ``output_token_logprobs`` are after filters.
-        token_ids: ``"engine"``, or ``"reconstructed"`` where a gateway rebuilt ids from text; the latter is refused.
-        rescored_temperature: where the log-probs come from a later pass and not from the sampler, its temperature.
+        token_ids: ``"engine"``, or ``"reconstructed"`` where a gateway rebuilt ids from text; the latter is
+            refused.
+        rescored_temperature: where the log-probs come from a later pass and not from the sampler, its
+            temperature.
         weights, activations, kv_cache: numeric formats, for example ``"nvfp4"``, ``"fp8"``, ``"bf16"``.
         scale_format: of quantised blocks, for example ``"ue8m0"``.
-        architecture, kernels, sampling_backend: for example ``"sm100"``, ``"cutlass"``, ``"flashinfer"``. The same
-            weight format runs through different kernels on different GPUs, so a precision alone names no numeric.
+        architecture, kernels, sampling_backend: for example ``"sm100"``, ``"cutlass"``, ``"flashinfer"``. The
+            same weight format runs through different kernels on different GPUs, so a precision alone names no
+            numeric.
         speculative: algorithm of speculative decoding, None for none.
         tensor_parallel, expert_parallel: ranks of one engine.
         tokenizer_hash: any stable hash; groups that differ must not be mixed.
@@ -50,8 +53,8 @@ class SamplerSpec:
         logits_width: columns of the engine's logits, padding included.
 
     Raises:
-        RecordError: the log-probs would not be log q under these parameters; the remedy names the setting that
-            would make them so. Also for values outside their range.
+        RecordError: the log-probs would not be log q under these parameters; the remedy names the setting
+            that would make them so. Also for values outside their range.
     """
 
     engine: str
@@ -150,7 +153,9 @@ def _check_origin(spec: SamplerSpec) -> None:
         remedy = f"Score again at T = {spec.temperature}, or keep the sampler's own log-probs."
         _refuse("log-probs were recomputed at another temperature", "rescored_temperature", rescored, remedy)
     if rescored is not None and spec.truncates and spec.logprobs != "support":
-        remedy = "Score again over the recorded support (logprobs='support'), or keep the sampler's own values."
+        remedy = (
+            "Score again over the recorded support (logprobs='support'), or keep the sampler's own values."
+        )
         _refuse("log-probs recomputed without the sampler's filters", "logprobs", spec.logprobs, remedy)
 
 
@@ -159,7 +164,9 @@ def _check_semantics(spec: SamplerSpec) -> None:
         remedy = "Start vLLM with --logprobs-mode processed_logprobs."
         _refuse("logits are not log-probs", "logprobs", spec.logprobs, remedy)
     if spec.logprobs not in SEMANTICS:
-        _refuse("unknown meaning of log-probs", "logprobs", spec.logprobs, f"Use one of {', '.join(SEMANTICS)}.")
+        _refuse(
+            "unknown meaning of log-probs", "logprobs", spec.logprobs, f"Use one of {', '.join(SEMANTICS)}."
+        )
     if spec.engine == "vllm":
         _check_vllm(spec)
     if spec.logprobs == "raw" and spec.temperature != 1.0:
@@ -173,7 +180,9 @@ def _check_semantics(spec: SamplerSpec) -> None:
 def _check_vllm(spec: SamplerSpec) -> None:
     if spec.logprobs == "temperature":
         remedy = "Start vLLM with --logprobs-mode processed_logprobs and declare logprobs='processed'."
-        _refuse("vLLM has no log-probs after temperature and before filters", "logprobs", "temperature", remedy)
+        _refuse(
+            "vLLM has no log-probs after temperature and before filters", "logprobs", "temperature", remedy
+        )
     if spec.temperature < VLLM_LOWEST_TEMPERATURE:
         remedy = f"The engine samples at {VLLM_LOWEST_TEMPERATURE}: declare that."
         _refuse("vLLM raises so low a temperature", "temperature", spec.temperature, remedy)
@@ -221,22 +230,26 @@ def check_fleet(specs: Sequence[SamplerSpec], strict: bool = True) -> None:
         strict: also require that every spec names its group.
 
     Raises:
-        RecordError: a group without a name (strict), two specs with one name and different contents, or tokenizers
-            or vocabulary sizes that differ.
+        RecordError: a group without a name (strict), two specs with one name and different contents, or
+            tokenizers or vocabulary sizes that differ.
     """
     named: dict[str, SamplerSpec] = {}
     for spec in specs:
         if spec.group is None:
             if strict:
                 remedy = "Give SamplerSpec(group=...), or assemble with strict=False."
-                raise RecordError("a sampler group has no name", field="spec.group", value=None, remedy=remedy)
+                raise RecordError(
+                    "a sampler group has no name", field="spec.group", value=None, remedy=remedy
+                )
             continue
         seen = named.setdefault(spec.group, spec)
         numerics = ("engine", "weights", "activations", "kv_cache", "architecture", "kernels")
         differing = [name for name in numerics if getattr(seen, name) != getattr(spec, name)]
         if differing:
             remedy = f"They differ in {', '.join(differing)}: give each its own name."
-            raise RecordError("two samplers share a name", field="spec.group", value=spec.group, remedy=remedy)
+            raise RecordError(
+                "two samplers share a name", field="spec.group", value=spec.group, remedy=remedy
+            )
     for name in ("tokenizer_hash", "vocab_size"):
         values = sorted({str(getattr(spec, name)) for spec in specs if getattr(spec, name) is not None})
         if len(values) > 1:

@@ -1,4 +1,5 @@
-"""Faults that no single token shows: patterns in a record, and between a record and the trainer, per sampler group.
+"""Faults that no single token shows: patterns in a record, and between a record and the trainer, per sampler
+group.
 
 They are suspicions, so they warn (`RecordWarning`) unless a policy says otherwise. Structural faults are
 `SamplerRecord.validate`'s business and always raise.
@@ -32,12 +33,13 @@ class Thresholds:
         min_tokens: a group with fewer trained tokens is not judged.
         lag_factor: log q fits a neighbour's log p this many times better than its own token's.
         quantised_share: share of log-probs that half precision can hold exactly.
-        uniform_spread: standard deviation (nats) below which all log q are one number; ``uniform_level`` is the
-            level (nats) that they must lie below.
+        uniform_spread: standard deviation (nats) below which all log q are one number; ``uniform_level`` is
+            the level (nats) that they must lie below.
         zero_run: length of a run of exact zeros at the end of a sample.
         group_factor: a group's mean |log p − log q| over the median of the other groups' …
         group_floor: … and above this many nats.
-        gate: mean |log p − log q| (nats) above which a group is refused: slime and vime use 0.1 in CI, Miles 0.03.
+        gate: mean |log p − log q| (nats) above which a group is refused: slime and vime use 0.1 in CI, Miles
+            0.03.
         ratio_errors: standard errors by which a group's mean p/q may differ from 1, and ``ratio_floor`` the
             difference that is always allowed.
     """
@@ -57,7 +59,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """One suspicion: its ``kind``, the ``group`` (and ``version``, where judged per version), and a sentence."""
+    """One suspicion: its ``kind``, the ``group`` (and ``version``, if judged per version), a sentence."""
 
     kind: str
     group: str
@@ -105,7 +107,7 @@ class Inspection:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Trained tokens of one group, in fp64, in their order; ``adjacent`` marks pairs of neighbours in one sample."""
+    """Trained tokens of one group, fp64, in order; ``adjacent`` marks neighbours of one sample."""
 
     name: str
     logq: Tensor
@@ -129,9 +131,10 @@ def inspect(
 ) -> Inspection:
     """Look for statistical faults, group by group; groups are never averaged before they are judged.
 
-    Kinds: ``"unwitnessed_zeros"``, ``"quantised"``, ``"uniform"``; with the trainer's log-probs also ``"lag"`` (log q
-    belongs to the neighbouring token), ``"mismatch"`` (above the gate), ``"outlier"`` (one group, or one version of
-    a group, far from the others), ``"mean_ratio"`` (E_q[p/q] ≠ 1: log q is not that of the sampler).
+    Kinds: ``"unwitnessed_zeros"``, ``"quantised"``, ``"uniform"``; with the trainer's log-probs also
+    ``"lag"`` (log q belongs to the neighbouring token), ``"mismatch"`` (above the gate), ``"outlier"`` (one
+    group, or one version of a group, far from the others), ``"mean_ratio"`` (E_q[p/q] ≠ 1: log q is not that
+    of the sampler).
 
     Args:
         record: with log-probs ``[T]``.
@@ -141,7 +144,8 @@ def inspect(
         on_finding: ``"warn"``, ``"raise"`` (a `RecordError` for the first), or ``"ignore"`` (only report).
 
     Raises:
-        RecordError: ``on_finding="raise"`` and something was found. ``field`` names the kind, ``value`` the group.
+        RecordError: ``on_finding="raise"`` and something was found. ``field`` names the kind, ``value`` the
+            group.
     """
     if on_finding not in ("warn", "raise", "ignore"):
         raise ValueError(f"on_finding must be 'warn', 'raise' or 'ignore', got {on_finding!r}")
@@ -152,13 +156,17 @@ def inspect(
     for group in large:
         findings += _find_quantised(group, limits) + _find_uniform(group, limits)
         if group.logp is not None:
-            findings += _find_lag(group, limits) + _find_ratio(group, limits) + _find_above_gate(group, limits)
+            findings += (
+                _find_lag(group, limits) + _find_ratio(group, limits) + _find_above_gate(group, limits)
+            )
     if trainer_logprobs is not None:
         findings += _find_outliers(large, limits)
     report = Inspection(tuple(_summarise(group) for group in groups), tuple(findings))
     for finding in findings:
         if on_finding == "raise":
-            remedy = "See offpolicy_corr.statistics.inspect(..., on_finding='ignore') for the table of groups."
+            remedy = (
+                "See offpolicy_corr.statistics.inspect(..., on_finding='ignore') for the table of groups."
+            )
             raise RecordError(finding.message, field=finding.kind, value=finding.group, remedy=remedy)
         if on_finding == "warn":
             warnings.warn(RecordWarning(f"{finding.kind}: {finding.message}"), stacklevel=2)
@@ -170,8 +178,9 @@ def find_unwitnessed_zeros(
 ) -> list[Finding]:
     """Samples whose last ``run`` or more log q are exactly 0.0 with nothing in the record that says so.
 
-    Frameworks fill missing values with 0.0, and 0.0 is also a true log q where one candidate survived. A support of
-    one id, or an entry of at least −1e-6 among the candidates, is the witness that tells them apart.
+    Frameworks fill missing values with 0.0, and 0.0 is also a true log q where one candidate survived. A
+    support of one id, or an entry of at least −1e-6 among the candidates, is the witness that tells them
+    apart.
     """
     if record.logprobs is None or len(record) == 0:
         return []
@@ -194,7 +203,7 @@ def find_unwitnessed_zeros(
     for place in ((length >= run) & ends).nonzero().squeeze(1).tolist():
         token = int(order[place])
         count, sample = int(length[place]), int(owner[place])
-        message = f"sample {sample} ends in {count} log-probs of exactly 0.0 that nothing else in the record supports"
+        message = f"sample {sample} ends in {count} log-probs of exactly 0.0 that nothing else supports"
         found.append(Finding("unwitnessed_zeros", _name(record, token), message, value=float(count)))
     return found
 
@@ -254,9 +263,7 @@ def _summarise(group: _Group) -> GroupSummary:
         return GroupSummary(group.name, len(group.logq), mean, zeros)
     d = group.diff()
     kl = float((d.exp() - 1 - d).mean())
-    return GroupSummary(
-        group.name, len(d), mean, zeros, float(d.abs().mean()), kl, float(d.exp().mean())
-    )
+    return GroupSummary(group.name, len(d), mean, zeros, float(d.abs().mean()), kl, float(d.exp().mean()))
 
 
 def _find_quantised(group: _Group, limits: Thresholds) -> list[Finding]:
@@ -266,7 +273,9 @@ def _find_quantised(group: _Group, limits: Thresholds) -> list[Finding]:
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         share = float((values.to(dtype).float() == values).double().mean())
         if share >= limits.quantised_share:
-            message = f"group {group.name}: log-probs were rounded to {name}; a ratio is then off by up to 1 %"
+            message = (
+                f"group {group.name}: log-probs were rounded to {name}; a ratio is then off by up to 1 %"
+            )
             return [Finding("quantised", group.name, message, value=share)]
     return []
 
@@ -292,8 +301,8 @@ def _find_lag(group: _Group, limits: Thresholds) -> list[Finding]:
         other = float(there.abs().median())
         if own > limits.lag_factor * other and own > limits.group_floor:
             message = (
-                f"group {group.name}: log q fits the token {'before' if shift == 1 else 'after'} it (median mismatch "
-                f"{other:.4f}) better than its own ({own:.4f}): the record is shifted by one"
+                f"group {group.name}: log q fits the {'previous' if shift == 1 else 'next'} token (median "
+                f"mismatch {other:.4f}) better than its own ({own:.4f}): the record is shifted by one"
             )
             return [Finding("lag", group.name, message, value=float(shift))]
     return []
@@ -304,7 +313,9 @@ def _find_ratio(group: _Group, limits: Thresholds) -> list[Finding]:
     mean, error = float(ratio.mean()), float(ratio.std()) / math.sqrt(len(ratio))
     off = abs(mean - 1)
     if not math.isfinite(mean) or off > max(limits.ratio_floor, limits.ratio_errors * error):
-        message = f"group {group.name}: mean p/q is {mean:.3f} ± {error:.3f}, not 1: log q is not the sampler's"
+        message = (
+            f"group {group.name}: mean p/q is {mean:.3f} ± {error:.3f}, not 1: log q is not the sampler's"
+        )
         return [Finding("mean_ratio", group.name, message, value=mean)]
     return []
 

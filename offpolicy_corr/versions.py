@@ -15,7 +15,7 @@ Span = tuple[str, int, int]
 
 
 def parse_spans(value: Any, field: str = "weight_versions") -> list[Span] | None:
-    """``[{"version": str, "start": int, "end": int}, …]``, or objects with these attributes. None stays None."""
+    """``[{"version": str, "start": int, "end": int}, …]``, or objects with these attributes; or None."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
@@ -27,7 +27,9 @@ def parse_spans(value: Any, field: str = "weight_versions") -> list[Span] | None
         exact = all(type(bound) is int for bound in (start, end))
         if not isinstance(version, str) or not exact:
             remedy = "Each span needs a version string and integer bounds [start, end)."
-            raise RecordError("not a version span", field=f"{field}[{index}]", value=repr(item)[:80], remedy=remedy)
+            raise RecordError(
+                "not a version span", field=f"{field}[{index}]", value=repr(item)[:80], remedy=remedy
+            )
         spans.append((version, start, end))
     return spans
 
@@ -35,10 +37,11 @@ def parse_spans(value: Any, field: str = "weight_versions") -> list[Span] | None
 def versions_from_spans(
     spans: Sequence[Span] | None, num_tokens: int, field: str = "weight_versions"
 ) -> tuple[Tensor | None, tuple[str, ...] | None]:
-    """``weight_version`` (int64 ``[T]``) and ``version_names`` of spans that cover all ``T`` tokens once, in order.
+    """``weight_version`` (int64 ``[T]``) and ``version_names`` of spans that cover all ``T`` tokens once, in
+    order.
 
-    Numerals become the integers themselves and there are no names. Any other string is opaque: versions index the
-    names. ``"default"`` means that nobody named a version: −1. Without spans both are None.
+    Numerals become the integers themselves and there are no names. Any other string is opaque: versions index
+    the names. ``"default"`` means that nobody named a version: −1. Without spans both are None.
 
     Raises:
         RecordError: a gap, an overlap, an empty span, or an end that is not ``T``.
@@ -49,7 +52,8 @@ def versions_from_spans(
     for version, start, end in spans:
         if start != reached or end <= start or end > num_tokens:
             kind = "gap" if start > reached else "overlap" if start < reached else "bad span"
-            problem = f"{kind} in the version spans: [{start}, {end}) of {version!r} after {reached} of {num_tokens} tokens"
+            where = f"[{start}, {end}) of {version!r} after {reached} of {num_tokens} tokens"
+            problem = f"{kind} in the version spans: {where}"
             remedy = "Spans must cover every output token once, in order."
             raise RecordError(problem, token=min(start, reached), field=field, value=version, remedy=remedy)
         reached = end
@@ -70,7 +74,9 @@ def _is_numeral(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19 and str(int(text)) == text
 
 
-def versions_of_calls(versions: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, tuple[str, ...] | None]:
+def versions_of_calls(
+    versions: Sequence[str], lengths: Sequence[int]
+) -> tuple[Tensor, tuple[str, ...] | None]:
     """One version string per engine call (how Miles, slime and vime carry them) as one integer per token.
 
     Args:
@@ -78,7 +84,8 @@ def versions_of_calls(versions: Sequence[str], lengths: Sequence[int]) -> tuple[
         lengths: tokens that each call sampled.
 
     Raises:
-        RecordError: fewer or more strings than calls; a scalar cannot be spread over calls that it does not name.
+        RecordError: fewer or more strings than calls; a scalar cannot be spread over calls that it does not
+            name.
     """
     if len(versions) != len(lengths):
         remedy = "Record one version a call, or the engine's per-token spans: staleness per token needs them."

@@ -20,6 +20,10 @@ def gradient_through(
     if entrance == "hidden":
         # an identity head: hidden states are the logits, and the gradient comes out in their place
         head = torch.eye(logits.shape[1], dtype=logits.dtype)
+        if len(logits) == 1 and bool(leaf.detach().isneginf().any()):
+            # a hidden state of −inf would spread over every logit; in the bias it stays in its column
+            leaf.data.masked_fill_(logits.isneginf(), 0.0)
+            options["bias"] = torch.where(logits[0].isneginf(), logits[0], 0.0)
         out = oc.policy_loss_from_hidden(leaf, head, record, advantages, **options)
     elif entrance == "logprobs":
         vocab_size = options.get("vocab_size")
@@ -40,3 +44,74 @@ def gradient_through(
     out.loss.sum().backward()
     assert leaf.grad is not None
     return out, leaf.grad
+
+
+RULES: tuple[oc.WeightRule, ...] = (
+    oc.Unweighted(),
+    oc.FullIS(),
+    oc.TruncatedIS(1.2),
+    oc.MaskedIS(0.5, 2.0),
+    oc.ClampedIS(0.8, 1.2),
+    oc.PPOClip(0.2, 0.28),
+)
+
+
+class Problem:
+    """Random rows: trainer logits, sampler distributions q, and a record drawn from them.
+
+    ``kind`` is ``"head"`` (top-k of q over V), ``"support"`` (q lives on a set of its own), or ``"mixed"``.
+    ``sampler`` ``[T, V]`` is q itself, so that expectations can be taken exactly.
+    """
+
+    def __init__(
+        self,
+        size: int = 6,
+        vocab: int = 11,
+        kind: str = "mixed",
+        seed: int = 0,
+        k: int = 4,
+        noise: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+        temperature: float | None = None,
+    ) -> None:
+        make = torch.Generator().manual_seed(seed)
+        randn = lambda *shape: torch.randn(*shape, generator=make, dtype=torch.float64)  # noqa: E731
+        self.logits = (2.0 * randn(size, vocab)).to(dtype)
+        self.temperature: float | Tensor = 0.5 + torch.rand(size, generator=make, dtype=torch.float64)
+        if temperature is not None:
+            self.temperature = temperature
+        heat = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
+        scores = (self.logits.double() + noise * randn(size, vocab)) / heat
+        top = scores.topk(k, 1).indices
+        self.complete = torch.zeros(size, dtype=torch.bool)
+        if kind == "support":
+            self.complete[:] = True
+        elif kind == "mixed":
+            self.complete[::2] = True
+        inside = torch.zeros(size, vocab, dtype=torch.bool).scatter_(1, top, True)
+        scores = scores.masked_fill(self.complete[:, None] & ~inside, -torch.inf)
+        self.log_sampler = scores.log_softmax(1)
+        self.sampler = self.log_sampler.exp()
+        self.tokens = torch.multinomial(self.sampler, 1, generator=make).squeeze(1)
+        offsets = torch.arange(size + 1) * k
+        self.candidates = oc.CandidateSet(
+            top.reshape(-1), self.log_sampler.gather(1, top).reshape(-1), offsets, self.complete
+        )
+        self.advantages = randn(size)
+
+    def record(self, tokens: Tensor | None = None) -> oc.SamplerRecord:
+        """The record of ``tokens`` (default: the ones that were drawn)."""
+        tokens = self.tokens if tokens is None else tokens
+        logq = self.log_sampler.gather(1, tokens[:, None]).squeeze(1)
+        return oc.SamplerRecord(tokens, logq, self.candidates, self.temperature)
+
+    def modelled_sampler(self, floor: float = 1e-6) -> Tensor:
+        """q̂ ``[T, V]``: q on the candidates, the trainer's probabilities rescaled to q's tail elsewhere."""
+        heat = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
+        p = (self.logits.double() / heat).softmax(1)
+        ids, _ = self.candidates.to_padded()
+        head = torch.zeros_like(p, dtype=torch.bool).scatter_(1, ids, True)
+        q_tail = (1 - (self.sampler * head).sum(1)).clamp(min=floor)
+        p_tail = (p * ~head).sum(1)
+        tail = p * (q_tail / p_tail.clamp(min=floor))[:, None]
+        return torch.where(head, self.sampler, tail.masked_fill(self.complete[:, None], 0.0))
