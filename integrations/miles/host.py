@@ -1,0 +1,119 @@
+"""What the adapter takes from Miles, found by feature: the parallel state, and the keys of a batch.
+
+Miles is not on PyPI and its modules moved between v0.1.x and later; nothing here imports it before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from offpolicy_corr.errors import RecordError
+
+Batch = dict[str, Any]
+
+_TOPK = "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-logprobs-num K, on Megatron not all"
+_MASK = (
+    "Miles v0.1.0 (August 2026) does not carry it; v0.1.1 carries it to policy_loss alone, later versions to "
+    "torch-native trainers, under --rollout-top-p < 1 with --rollout-top-k"
+)
+_EXTEND = "install the transport extension (offpolicy_corr.integrations.miles.transport)"
+_ALWAYS = "every version carries it to a train step"
+
+# where a key can be had, and what to do where it cannot
+KEYS: dict[str, tuple[str, str]] = {
+    "rollout_log_probs": (_ALWAYS, "have the rollout function record log-probs of every sample, and set use_rollout_logprobs"),
+    "advantages": (_ALWAYS, "the loss runs behind compute_advantages_and_returns: is this the last pipeline stage?"),
+    "ref_log_probs": (_ALWAYS, "give --ref-load, which makes Miles score the reference, or drop --use-kl-loss"),
+    "loss_masks": (_ALWAYS, "extend the mask together with the response"),
+    "max_seq_lens": ("every version sets it with --qkv-format bshd", "let Miles' own get_rollout_data build the batch"),
+    "rollout_topk_token_ids": (_TOPK, f"set --rollout-top-logprobs-num, or {_EXTEND}"),
+    "rollout_topk_log_probs": (_TOPK, f"set --rollout-top-logprobs-num, or {_EXTEND}"),
+    "rollout_topk_lengths": (_TOPK, f"ship it together with rollout_topk_log_probs, or {_EXTEND}"),
+    "rollout_sampling_mask_ids": (_MASK, f"upgrade, or {_EXTEND}"),
+    "rollout_sampling_mask_offsets": (_MASK, f"upgrade, or {_EXTEND}"),
+    "rollout_sampling_mask_log_probs": (
+        _MASK,
+        f"ask SGLang for sampling_logprobs_mode='support' and ship the values, or {_EXTEND}, or use an uncentred correction",
+    ),
+    "offpolicy_corr_group": ("no version carries it", f"name the converter and {_EXTEND}, or leave groups out"),
+}
+
+
+def parallel_state() -> Any:
+    """Miles' parallel state: ``tp`` and ``cp`` with ``rank``, ``size``, ``group``; ``is_pp_last_stage``.
+
+    Raises:
+        RuntimeError: Miles cannot be imported, or has no such function: neither layout that is known.
+    """
+    module = first_module("miles.backends.training_utils.parallel")
+    if not hasattr(module, "get_parallel_state"):
+        raise RuntimeError("this Miles has no training_utils.parallel.get_parallel_state: it is of an unknown version")
+    return module.get_parallel_state()
+
+
+def first_module(*names: str) -> ModuleType:
+    """The first of several homes that a module of Miles has had.
+
+    Raises:
+        RuntimeError: none can be imported; says which were tried and why each failed.
+    """
+    failures = []
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            failures.append(f"{name} ({error})")
+    raise RuntimeError(f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later")
+
+
+def group_of(info: Any) -> dist.ProcessGroup | None:
+    """The process group of a dimension, None where it has one rank."""
+    return info.group if info.size > 1 else None
+
+
+def missing(key: str, why: str, sample: int | None = None) -> RecordError:
+    """The error for a key that should be there."""
+    range_, remedy = KEYS.get(key, (_ALWAYS, "let Miles' own get_batch build the batch"))
+    problem = f"the batch has no {key}" + ("" if sample is None else " of this sample") + f", {why}"
+    return RecordError(problem, sample=sample, field=key, remedy=f"{range_}. Remedy: {remedy}.")
+
+
+def need(batch: Batch, key: str, why: str = "which this loss reads") -> Any:
+    """The value of a key that must be there."""
+    value = batch.get(key)
+    if value is None:
+        raise missing(key, why)
+    return value
+
+
+def need_per_sample(batch: Batch, key: str, count: int, why: str = "which this loss reads") -> list[Any]:
+    """A list with one value, not None, for each of ``count`` samples."""
+    values = need(batch, key, why)
+    if len(values) != count:
+        problem = f"{len(values)} values for {count} samples"
+        raise RecordError(problem, field=key, value=len(values), remedy="One for every sample of the micro-batch.")
+    for sample, value in enumerate(values):
+        if value is None:
+            raise missing(key, why, sample)
+    return list(values)
+
+
+def check_row_lengths(key: str, values: Iterable[Any], lengths: Iterable[int], remedy: str) -> None:
+    """Every value of a per-sample list must have its sample's length."""
+    for sample, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        if len(value) != length:
+            problem = f"{len(value)} values for {length} tokens"
+            raise RecordError(problem, sample=sample, field=key, value=len(value), remedy=remedy)
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over the group, in place; the values themselves where there is none."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values
