@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ class LossFromLogits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # the detached alias shares its version counter, so another reader of the logits notices the write
             gradient = logits.detach() if inplace else torch.empty_like(logits)
+        held_job, unit = at_unit_scale(job, logits.dtype)
         with torch.autocast(logits.device.type, enabled=False):
-            results = backend.visit(chosen)(logits.detach(), job, gradient)
+            results = backend.visit(chosen)(logits.detach(), held_job, gradient)
             loss = scaled_loss(results, job, reduce)
-        ctx.held = Held([gradient])
+        ctx.held = Held([gradient], unit)
         ctx.mark_non_differentiable(results)
         return loss, results
 
@@ -43,12 +45,24 @@ def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
     return loss.sum() if reduce else loss
 
 
+def at_unit_scale(job: Job, dtype: torch.dtype) -> tuple[Job, Tensor | None]:
+    """For fp16, a job whose largest scale is 1, and the factor that was taken out; else the job itself.
+
+    A gradient divided by the number of tokens is below fp16's range long before the loss scale reaches it.
+    """
+    if dtype != torch.float16 or job.terms.scale.numel() == 0:
+        return job, None
+    unit = job.terms.scale.max().clamp(min=torch.finfo(torch.float64).tiny)
+    return replace(job, terms=replace(job.terms, scale=job.terms.scale / unit)), unit
+
+
 class Held:
     """Gradients computed ahead of time, waiting for what is multiplied onto them."""
 
-    def __init__(self, gradients: list[Tensor | None]) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: list[Tensor | None], unit: Tensor | None = None) -> None:
+        self.gradients: list[Tensor | None] | None = gradients
         self.versions = [None if g is None else g._version for g in gradients]
+        self.unit = unit
 
     def times(self, upstream: Tensor) -> list[Tensor | None]:
         """upstream · gradient; upstream is a scalar, or ``[T]`` for gradients of ``T`` rows.
@@ -59,6 +73,8 @@ class Held:
             RuntimeError: the gradient was handed over before, or someone wrote into it.
         """
         gradients, keep = self.gradients, _graph_is_kept()
+        if gradients is None:
+            raise RuntimeError("the gradient was handed over in an earlier backward: pass retain_graph=True there")
         for gradient, version in zip(gradients, self.versions, strict=True):
             if gradient is not None and gradient._version != version:
                 raise RuntimeError(
@@ -66,18 +82,18 @@ class Held:
                     "the logits. Use inplace=False, or do not write into the logits"
                 )
         if not keep:
-            self.gradients = []
-            if not gradients:
-                raise RuntimeError("the gradient was handed over in an earlier backward: pass retain_graph=True")
-        return [None if g is None else _scale(g, upstream, keep) for g in gradients]
+            self.gradients = None
+        factor = upstream if self.unit is None else upstream * self.unit
+        return [None if g is None else _scale(g, factor, keep) for g in gradients]
 
 
-def _scale(gradient: Tensor, upstream: Tensor, keep: bool) -> Tensor:
-    if upstream.dim() == 0 and upstream.device.type == "cpu" and float(upstream) == 1.0:
-        return gradient.clone() if keep else gradient
-    factor = upstream.to(gradient.dtype)
-    factor = factor if upstream.dim() == 0 else factor[:, None]
-    return gradient * factor if keep else gradient.mul_(factor)
+def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
+    if factor.dim() == 0 and factor.device.type == "cpu":
+        if float(factor) == 1.0:
+            return gradient.clone() if keep else gradient
+        return gradient * float(factor) if keep else gradient.mul_(float(factor))
+    factor = factor if factor.dim() == 0 else factor[:, None]
+    return (gradient * factor).to(gradient.dtype) if keep else gradient.mul_(factor)
 
 
 def _graph_is_kept() -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend
-from .autograd import Held, scaled_loss
+from .autograd import Held, at_unit_scale, scaled_loss
 from .dense import Job
 from .result import FIELDS
 from .softmax import compute_dtype
@@ -108,11 +108,12 @@ class _LossFromHidden(torch.autograd.Function):
         needed = tuple(ctx.needs_input_grad[:3])
         # a token's own upstream factor must reach the weight's gradient before it is summed over tokens
         ahead = needed if reduce else (False, False, False)
+        held_job, unit = at_unit_scale(job, hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = HeadGradients.like(head, ahead)
-            results = sweep(head, job, chosen, gradients)
+            results = sweep(head, held_job, chosen, gradients)
             loss = scaled_loss(results, job, reduce)
-        ctx.held = Held(_finished(gradients, head, job))
+        ctx.held = Held(_finished(gradients, head, job), unit)
         ctx.later = None if reduce else (softcap, job, chosen, needed)
         if not reduce:
             ctx.save_for_backward(hidden, weight, bias)

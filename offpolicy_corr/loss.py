@@ -189,7 +189,7 @@ def policy_loss_from_logprobs(
         raise ValueError("backend='triton' has no effect from log-probs: there is no kernel to run")
     options = LossOptions(
         correction, loss_mask, reduction, sequence_ids, sequence_keep, denominator, entropy_coef, kl_coef,
-        kl_estimator, ref_logprobs, "torch", validate,
+        kl_estimator, ref_logprobs, "torch" if backend == "auto" else backend, validate,
     )  # fmt: skip
     plan = prepare(record, advantages, options, None, logprobs, vocab_size)
     return plan.finish(*loss_from_logprobs(logprobs, candidate_logprobs, entropy, plan))

@@ -1,0 +1,346 @@
+"""Options of the losses: reductions, denominators, dropped sequences, regularisers, in-place, repeated backward."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support import ENTRANCES, RULES, Problem, gradient_through
+from torch import Tensor
+
+import offpolicy_corr as oc
+
+IDS = torch.tensor([3, 0, 3, 1, 0, 0])  # neither sorted nor contiguous; 2 does not occur
+MASK = torch.tensor([True, True, True, False, True, False])
+
+
+def token_losses(problem: Problem, **options: Any) -> Tensor:
+    options = {"reduction": "none", "sequence_ids": IDS} | options
+    return oc.policy_loss(problem.logits, problem.record(), problem.advantages, **options).loss
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_reductions_by_hand(entrance: str) -> None:
+    problem = Problem(seed=3)
+    each = token_losses(problem)
+    options = {"loss_mask": MASK, "sequence_ids": IDS}
+    expected = {
+        "sum": each[MASK].sum(),
+        "token-mean": each[MASK].mean(),
+        "sequence-mean": (each[[0, 2]].mean() + each[[1, 4]].mean()) / 2,
+        "none": torch.where(MASK, each, 0.0),
+    }
+    for reduction, value in expected.items():
+        out, _ = gradient_through(
+            entrance, problem.logits, problem.record(), problem.advantages, reduction=reduction, **options
+        )
+        torch.testing.assert_close(out.loss.detach(), value)
+    for denominator in (8, 8.0, torch.tensor(8.0)):
+        for reduction, total in (("token-mean", expected["sum"]), ("sequence-mean", 2 * expected["sequence-mean"])):
+            out, _ = gradient_through(
+                entrance, problem.logits, problem.record(), problem.advantages,
+                reduction=reduction, denominator=denominator, **options,
+            )  # fmt: skip
+            torch.testing.assert_close(out.loss.detach(), total / 8)
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_rejected_tokens_stay_in_the_denominator_unless_kept_is_asked_for(entrance: str) -> None:
+    problem = Problem(seed=3, kind="head")
+    correction = oc.Correction(oc.MaskedIS(0.7, 1.4))
+    call = lambda **o: gradient_through(  # noqa: E731
+        entrance, problem.logits, problem.record(), problem.advantages, correction=correction, **o
+    )
+    total, summed = call(reduction="sum")
+    kept = int(total.tokens.kept.sum())
+    assert 0 < kept < 6
+    mean, by_all = call()
+    ratio, by_kept = call(denominator="kept")
+    torch.testing.assert_close(by_all, summed / 6)
+    torch.testing.assert_close(by_kept, summed / kept)
+    torch.testing.assert_close(ratio.loss * kept, mean.loss * 6)
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("reduction", ["token-mean", "sequence-mean", "none"])
+def test_a_dropped_sequence_is_silent_and_stays_in_the_denominator(entrance: str, reduction: str) -> None:
+    problem = Problem(seed=4)
+    keep = torch.tensor([True, True, True, False])
+    options: dict[str, Any] = {"sequence_ids": IDS, "reduction": reduction, "entropy_coef": 0.1}
+    _, everything = gradient_through(entrance, problem.logits, problem.record(), problem.advantages, **options)
+    out, gradient = gradient_through(
+        entrance, problem.logits, problem.record(), problem.advantages, sequence_keep=keep, **options
+    )
+    dropped = IDS == 3
+    assert (gradient[dropped] == 0).all()
+    torch.testing.assert_close(gradient[~dropped], everything[~dropped])
+    assert (out.tokens.weight[dropped] != 0).any()  # its diagnostics are still reported
+
+
+def test_a_dropped_sequence_may_overflow() -> None:
+    record = oc.SamplerRecord(torch.tensor([0, 0]), torch.tensor([-200.0, -0.7]))
+    options = {"correction": oc.Correction.from_name("is"), "sequence_ids": torch.tensor([0, 1])}
+    out, gradient = gradient_through(
+        "logits", torch.zeros(2, 2), record, torch.ones(2), sequence_keep=torch.tensor([False, True]),
+        validate=False, **options,
+    )  # fmt: skip
+    assert out.loss.isfinite() and gradient.isfinite().all() and (gradient[0] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["head", "support"])
+def test_regularisers_against_autograd(estimator: str, kind: str) -> None:
+    problem = Problem(kind=kind, seed=7, temperature=1.0)
+    reference = torch.linspace(-3.0, -0.2, 6, dtype=torch.float64)
+    options: dict[str, Any] = {"correction": oc.Correction.from_name("mis"), "reduction": "sum"}
+    _, plain = gradient_through("logits", problem.logits, problem.record(), problem.advantages, **options)
+    options |= {"entropy_coef": 0.3, "kl_coef": 0.7, "kl_estimator": estimator, "ref_logprobs": reference}
+    _, full = gradient_through("logits", problem.logits, problem.record(), problem.advantages, **options)
+
+    leaf = problem.logits.clone().requires_grad_()
+    ids, _ = problem.candidates.to_padded()
+    allowed = torch.zeros_like(leaf, dtype=torch.bool).scatter_(1, ids, True) | (kind == "head")
+    logp = leaf.masked_fill(~allowed, -1e30).log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    gap = logp.gather(1, problem.tokens[:, None]).squeeze(1) - reference
+    kl = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[estimator]
+    (0.7 * kl - 0.3 * entropy).sum().backward()
+    torch.testing.assert_close(full - plain, leaf.grad)
+
+
+@pytest.mark.parametrize("entrance", ["logits", "hidden"])
+def test_the_upstream_factor_reaches_every_token(entrance: str) -> None:
+    problem = Problem(seed=2)
+    factor = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64)
+    leaf = problem.logits.clone().requires_grad_()
+    head = torch.randn(11, 11, dtype=torch.float64, requires_grad=True)
+
+    def loss(reduction: str, advantages: Tensor) -> Tensor:
+        options: dict[str, Any] = {"reduction": reduction, "correction": oc.Correction(oc.TruncatedIS())}
+        if entrance == "hidden":
+            return oc.policy_loss_from_hidden(leaf, head, problem.record(), advantages, **options).loss
+        return oc.policy_loss(leaf, problem.record(), advantages, **options).loss
+
+    inputs = (leaf, head) if entrance == "hidden" else (leaf,)
+    each = torch.autograd.grad((loss("none", problem.advantages) * factor).sum(), inputs)
+    # the loss is linear in the advantages for a rule that does not look at their sign
+    whole = torch.autograd.grad(loss("sum", problem.advantages * factor), inputs)
+    tripled = torch.autograd.grad(3 * loss("sum", problem.advantages * factor), inputs)
+    for a, b, c in zip(each, whole, tripled, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(c, 3 * b)
+
+
+def test_in_place_writes_the_gradient_over_the_logits_and_nothing_else_does() -> None:
+    problem = Problem(seed=2)
+    for inplace in (False, True):
+        leaf = problem.logits.clone().requires_grad_()
+        inner = leaf * 1.0
+        before = inner.detach().clone()
+        oc.policy_loss(inner, problem.record(), problem.advantages, inplace=inplace).loss.backward()
+        assert torch.equal(inner.detach(), leaf.grad if inplace else before)
+
+
+def test_another_reader_of_logits_that_were_overwritten_is_told() -> None:
+    problem = Problem(seed=2)
+    leaf = problem.logits.clone().requires_grad_()
+    inner = leaf * 1.0
+    square = inner.square().sum()  # its backward needs the logits
+    out = oc.policy_loss(inner, problem.record(), problem.advantages, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (out.loss + square).backward()
+    inner = leaf * 1.0
+    out = oc.policy_loss(inner, problem.record(), problem.advantages, inplace=True)
+    with torch.no_grad():
+        inner.zero_()
+    with pytest.raises(RuntimeError, match="overwritten between forward and backward"):
+        out.loss.backward()
+
+
+def test_backward_twice() -> None:
+    problem = Problem(seed=2)
+    leaf = problem.logits.clone().requires_grad_()
+    out = oc.policy_loss(leaf, problem.record(), problem.advantages)
+    (once,) = torch.autograd.grad(2 * out.loss, leaf, retain_graph=True)
+    (again,) = torch.autograd.grad(out.loss, leaf, retain_graph=True)
+    torch.testing.assert_close(once, 2 * again)
+    torch.autograd.grad(out.loss, leaf)
+    with pytest.raises(RuntimeError, match="handed over in an earlier backward|backward through the graph a second"):
+        torch.autograd.grad(out.loss, leaf)
+    out = oc.policy_loss(leaf, problem.record(), problem.advantages)
+    (first,) = torch.autograd.grad(out.loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        first.sum().backward()
+
+
+def test_nothing_is_computed_for_a_loss_that_needs_no_gradient() -> None:
+    problem = Problem(seed=2)
+    with torch.no_grad():
+        out = oc.policy_loss(problem.logits.requires_grad_(), problem.record(), problem.advantages)
+    assert not out.loss.requires_grad
+    problem.logits.requires_grad_(False)
+    before = problem.logits.clone()
+    oc.policy_loss(problem.logits, problem.record(), problem.advantages, inplace=True)
+    assert torch.equal(problem.logits, before)
+
+
+@pytest.mark.parametrize("entrance", ["logits", "hidden"])
+def test_autocast_does_not_reach_the_arithmetic(entrance: str) -> None:
+    problem = Problem(seed=2, dtype=torch.float32)
+    expected = gradient_through("logits", problem.logits, problem.record(), problem.advantages)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, gradient = gradient_through(entrance, problem.logits, problem.record(), problem.advantages)
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if entrance == "hidden" else {"atol": 1e-7, "rtol": 1e-6}
+    torch.testing.assert_close(gradient, expected[1], **tolerance)
+    assert gradient.dtype == torch.float32 and out.tokens.logprobs.dtype == torch.float32
+
+
+def test_gradients_survive_checkpointing() -> None:
+    problem = Problem(seed=2)
+    leaf = problem.logits.clone().requires_grad_()
+    run = lambda z: oc.policy_loss(z * 1.0, problem.record(), problem.advantages).loss  # noqa: E731
+    (expected,) = torch.autograd.grad(run(leaf), leaf)
+    (ours,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(run, leaf, use_reentrant=False), leaf)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_fp16_gradients_do_not_underflow_before_the_loss_scale_reaches_them() -> None:
+    problem = Problem(size=64, vocab=301, k=20, kind="head", seed=6, temperature=1.0, noise=0.1)
+    low = problem.logits.to(torch.float16)
+    scale, denominator = 2.0**16, 1e7
+    results = {}
+    for dtype in (torch.float16, torch.float64):
+        leaf = low.detach().to(dtype, copy=True).requires_grad_()
+        out = oc.policy_loss(leaf, problem.record(), problem.advantages, denominator=denominator)
+        (out.loss * scale).backward()
+        results[dtype] = leaf.grad.double()
+    # against the scale of a row: far smaller elements are below fp16's own range
+    error = (results[torch.float16] - results[torch.float64]).abs()
+    assert (error <= 2**-10 * results[torch.float64].abs() + 2**-24).all(), error.max()
+
+
+REFUSED = [
+    ({"reduction": "mean"}, "reduction must be one of"),
+    ({"reduction": "sequence-mean"}, "needs sequence_ids"),
+    ({"reduction": "sum", "denominator": 3.0}, "does not divide"),
+    ({"reduction": "none", "denominator": "kept"}, "does not divide"),
+    ({"denominator": 0.0}, "positive and finite"),
+    ({"denominator": float("inf")}, "positive and finite"),
+    ({"denominator": torch.tensor(-1.0)}, "positive and finite"),
+    ({"denominator": torch.tensor([1.0])}, "0-dimensional"),
+    ({"denominator": "all"}, "'kept' or a positive number"),
+    ({"denominator": "kept", "reduction": "sequence-mean", "sequence_ids": IDS}, "counts tokens"),
+    ({"kl_coef": 0.1}, "kl_coef needs ref_logprobs"),
+    ({"ref_logprobs": torch.zeros(6)}, "no effect without kl_coef"),
+    ({"kl_estimator": "k4"}, "kl_estimator must be one of"),
+    ({"ref_logprobs": torch.zeros(5), "kl_coef": 0.1}, r"ref_logprobs must be \[T\]"),
+    ({"ref_logprobs": torch.full((6,), torch.nan), "kl_coef": 0.1}, "reference's log-prob is not finite"),
+    ({"sequence_ids": IDS.double()}, "must be integers"),
+    ({"sequence_ids": IDS[:3]}, r"sequence_ids must be \[T\]"),
+    ({"sequence_ids": IDS - 1, "reduction": "sequence-mean"}, "sequence id is negative"),
+    ({"sequence_keep": torch.ones(4, dtype=torch.bool)}, "needs sequence_ids"),
+    ({"sequence_keep": torch.ones(4), "sequence_ids": IDS}, "must be bool"),
+    ({"sequence_keep": torch.ones(3, dtype=torch.bool), "sequence_ids": IDS}, "no entry in sequence_keep"),
+    ({"loss_mask": torch.ones(5)}, r"loss_mask must be \[T\]"),
+    ({"backend": "cuda"}, "backend must be one of"),
+]
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("options,words", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_contradicting_options_are_refused(entrance: str, options: dict[str, Any], words: str) -> None:
+    problem = Problem(seed=1)
+    with pytest.raises(ValueError, match=words):
+        gradient_through(entrance, problem.logits, problem.record(), problem.advantages, **options)
+
+
+def test_refusals_of_single_entrances() -> None:
+    problem = Problem(seed=1)
+    record, advantages, logits = problem.record(), problem.advantages, problem.logits
+    with pytest.raises(ValueError, match=r"floating \[T, V\]"):
+        oc.policy_loss(logits[None], record, advantages)
+    with pytest.raises(oc.RecordError, match="lengths disagree"):
+        oc.policy_loss(logits[:5], record, advantages)
+    with pytest.raises(ValueError, match="vocab_size must lie"):
+        oc.policy_loss(logits, record, advantages, vocab_size=12)
+    with pytest.raises(oc.RecordError, match="advantage is not finite"):
+        oc.policy_loss(logits, record, advantages * torch.nan)
+    with pytest.raises(ValueError, match=r"advantages must be \[T\]"):
+        oc.policy_loss(logits, record, advantages[:1])
+    head = torch.eye(11, dtype=torch.float64)
+    for bad, words in [
+        ({"inplace": True}, "inplace has no effect"),
+        ({"bias": torch.zeros(3)}, r"bias must be \[V\]"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be positive"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            oc.policy_loss_from_hidden(logits, head, record, advantages, **bad)
+    with pytest.raises(ValueError, match="do not fit"):
+        oc.policy_loss_from_hidden(logits, head[:, :4], record, advantages)
+    with pytest.raises(ValueError, match="cast one, or use autocast"):
+        oc.policy_loss_from_hidden(logits, head.float(), record, advantages)
+    logp = torch.full((6,), -1.0)
+    candidate_logp = torch.full((24,), -1.0)
+    for bad, words in [
+        ({"entropy_coef": 0.1}, "needs entropy="),
+        ({"inplace": True}, "no effect from log-probs"),
+        ({"backend": "triton"}, "no kernel to run"),
+        ({"entropy": torch.zeros(5)}, r"entropy must be \[T\]"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            oc.policy_loss_from_logprobs(logp, candidate_logp, record, advantages, **bad)
+    with pytest.raises(ValueError, match="a centred loss needs candidate_logprobs"):
+        oc.policy_loss_from_logprobs(logp, None, record, advantages)
+    with pytest.raises(ValueError, match=r"must be \[nnz\]"):
+        oc.policy_loss_from_logprobs(logp, candidate_logp[:3], record, advantages)
+    with pytest.raises(oc.RecordError, match="do not sum to 1") as caught:
+        mask = torch.tensor([False, False, True, True, True, True])
+        oc.policy_loss_from_logprobs(logp, candidate_logp, record, advantages, loss_mask=mask, sequence_ids=IDS)
+    assert (caught.value.token, caught.value.sample) == (2, 3)
+    with pytest.raises(TypeError):
+        oc.policy_loss(logits, record, advantages, temperature=1.0)
+
+
+def test_records_and_logits_are_left_as_they_were() -> None:
+    problem = Problem(seed=1)
+    record = problem.record()
+    tensors = [problem.logits, record.tokens, record.logprobs, record.temperature, problem.advantages,
+               problem.candidates.ids, problem.candidates.logprobs, problem.candidates.offsets]  # fmt: skip
+    before = [t.clone() for t in tensors]
+    for entrance, rule in itertools.product(("logits", "hidden", "logprobs"), RULES):
+        gradient_through(entrance, problem.logits, record, problem.advantages, correction=oc.Correction(rule))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_int32_ids_and_fp32_records_beside_fp64_logits() -> None:
+    problem = Problem(seed=1)
+    record = problem.record()
+    narrow = oc.SamplerRecord(
+        record.tokens.int(), record.logprobs.float(),
+        oc.CandidateSet(problem.candidates.ids.int(), problem.candidates.logprobs.float(),
+                        problem.candidates.offsets, problem.complete),
+        record.temperature,
+    )  # fmt: skip
+    for entrance in ENTRANCES:
+        ours = gradient_through(entrance, problem.logits, narrow, problem.advantages.float())[1]
+        full = gradient_through(entrance, problem.logits, record, problem.advantages)[1]
+        torch.testing.assert_close(ours, full, atol=1e-6, rtol=1e-5)
+
+
+def test_diagnostics_of_complete_and_head_rows() -> None:
+    problem = Problem(seed=1, temperature=1.0)
+    out = oc.policy_loss(problem.logits, problem.record(), problem.advantages)
+    ids, _ = problem.candidates.to_padded()
+    p_mass = problem.logits.softmax(1).gather(1, ids).sum(1)
+    q_mass = problem.sampler.gather(1, ids).sum(1)
+    rho = torch.where(problem.complete, 1.0, (1 - q_mass) / (1 - p_mass))
+    torch.testing.assert_close(out.tokens.trainer_head_mass, p_mass)
+    torch.testing.assert_close(out.tokens.sampler_head_mass, torch.where(problem.complete, 1.0, q_mass))
+    torch.testing.assert_close(out.tokens.tail_ratio, rho)
+    assert out.tokens.kept.dtype == torch.bool
+    hidden = oc.policy_loss_from_hidden(
+        problem.logits, torch.eye(11, dtype=torch.float64), problem.record(), problem.advantages
+    )
+    assert torch.equal(hidden.tokens.trainer_head_mass.isnan(), problem.complete)
