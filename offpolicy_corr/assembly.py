@@ -94,14 +94,14 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     owners: list[Tensor] = []
     truncated = False
     for index, turn in enumerate(turns):
-        answer = _kept(turn, index)
+        answer = _named(_kept(turn, index), turn.spec)
         if turn.prompt is None:
             remedy = "Pass prompt= to the reader, or ask the engine to return it."
             raise RecordError(
                 "a turn's context ids are unknown", field=f"turns[{index}].prompt", remedy=remedy
             )
         context = _continuation(sequence, turn.prompt.to(torch.int64), index)
-        parts += [_untrained(context, answer), _named(answer, turn.spec)]
+        parts += [_untrained(context, answer), answer]
         owners += [torch.full((len(context),), -1), torch.full((len(answer),), index)]
         sequence = torch.cat([turn.prompt.to(torch.int64), answer.tokens.to(torch.int64)])
         truncated = turn.truncated if turn.kept is None else truncated
@@ -160,15 +160,16 @@ def group_advantages(rewards: Tensor, prompts: Tensor, normalise: bool = True) -
     """
     if rewards.shape != prompts.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and prompts {tuple(prompts.shape)} must match")
-    _, index, counts = prompts.unique(return_inverse=True, return_counts=True)
+    _, index, counts = torch.unique(prompts, return_inverse=True, return_counts=True)
     values = rewards.double()
     sums = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device)
     centred = values - (sums.index_add(0, index, values) / counts)[index]
     std = (sums.index_add(0, index, centred.square()) / counts).sqrt()[index]
-    largest = sums.index_reduce(0, index, values.abs(), "amax")[index]
+    largest: Tensor = sums.scatter_reduce(0, index, values.abs(), "amax")[index]
     constant = std <= 1e-6 * largest
     centred = centred / torch.where(constant, 1.0, std) if normalise else centred
-    return centred.masked_fill(constant, 0.0).to(rewards.dtype)
+    result: Tensor = centred.masked_fill(constant, 0.0).to(rewards.dtype)
+    return result
 
 
 def _kept(turn: Turn, index: int) -> SamplerRecord:
@@ -189,8 +190,8 @@ def _continuation(sequence: Tensor, prompt: Tensor, index: int) -> Tensor:
         expected = int(sequence[token])
         value = int(prompt[token]) if token < len(prompt) else None
         remedy = (
-            f"Id {expected} was expected. The context was tokenised again, or an answer was dropped or cut: keep the "
-            "engine's ids, and say kept=0 (retried) or kept=n (cut)."
+            f"Id {expected} was expected. The context was tokenised again, or an answer was dropped or cut: keep "
+            "the engine's ids, and say kept=0 (retried) or kept=n (cut)."
         )
         field = f"turns[{index}].prompt"
         raise RecordError(
@@ -201,18 +202,16 @@ def _continuation(sequence: Tensor, prompt: Tensor, index: int) -> Tensor:
 
 def _untrained(context: Tensor, like: SamplerRecord) -> SamplerRecord:
     count = len(context)
-    fill = lambda given: None if given is None else torch.full((count,), -1, dtype=torch.int64)  # noqa: E731
-    candidates = None
-    if like.candidates is not None:
-        candidates = CandidateSet.empty(count)
+    nobody = torch.full((count,), -1, dtype=torch.int64)
+    candidates = None if like.candidates is None else CandidateSet.empty(count)
     return SamplerRecord(
         context,
         None if like.logprobs is None else torch.full((count,), torch.nan, dtype=like.logprobs.dtype),
         candidates,
         like.temperature if not isinstance(like.temperature, Tensor) else torch.ones(count),
-        fill(like.group),
+        None if like.group is None else nobody,
         like.group_names,
-        fill(like.weight_version),
+        None if like.weight_version is None else nobody,
         like.version_names,
     )
 

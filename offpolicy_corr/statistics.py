@@ -157,7 +157,7 @@ def inspect(
         findings += _find_quantised(group, limits) + _find_uniform(group, limits)
         if group.logp is not None:
             findings += (
-                _find_lag(group, limits) + _find_ratio(group, limits) + _find_above_gate(group, limits)
+                _find_lag(group, limits) + _find_above_gate(group, limits) + _find_ratio(group, limits)
             )
     if trainer_logprobs is not None:
         findings += _find_outliers(large, limits)
@@ -187,7 +187,10 @@ def find_unwitnessed_zeros(
     trained = as_mask(loss_mask, record.tokens)
     trained = torch.ones_like(record.tokens, dtype=torch.bool) if trained is None else trained
     sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids
-    suspicious = (record.logprobs == 0) & ~_witnessed(record)
+    suspicious = trained & (record.logprobs == 0)
+    if not bool(suspicious.any()):
+        return []
+    suspicious &= ~_witnessed(record)
     order = sequence.argsort(stable=True)
     order = order[trained[order]]
     owner, zero = sequence[order], suspicious[order]
@@ -242,7 +245,7 @@ def _split(
     sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids
     group = torch.zeros_like(record.tokens) if record.group is None else record.group
     result = []
-    for index in group[trained].unique().tolist():
+    for index in torch.unique(group[trained]).tolist():
         at = (trained & (group == index)).nonzero().squeeze(1)
         result.append(
             _Group(
@@ -332,7 +335,7 @@ def _find_outliers(groups: Sequence[_Group], limits: Thresholds) -> list[Finding
     cells: list[tuple[str, str | None, float]] = []
     for group in groups:
         size = group.diff().abs()
-        versions = [] if group.version is None else group.version.unique().tolist()
+        versions = [] if group.version is None else torch.unique(group.version).tolist()
         if len(versions) < 2:
             cells.append((group.name, None, float(size.mean())))
             continue
@@ -343,11 +346,11 @@ def _find_outliers(groups: Sequence[_Group], limits: Thresholds) -> list[Finding
             if len(members) >= limits.min_tokens:
                 cells.append((group.name, label, float(members.mean())))
     found = []
-    for index, (name, label, size) in enumerate(cells):
+    for index, (name, label, own) in enumerate(cells):
         others = [cell[2] for position, cell in enumerate(cells) if position != index]
         usual = float(torch.tensor(others).median()) if others else math.inf
-        if size > limits.group_floor and size > limits.group_factor * usual:
+        if own > limits.group_floor and own > limits.group_factor * usual:
             where = f"group {name}" + ("" if label is None else f", weight version {label}")
-            message = f"{where}: mean |log p − log q| is {size:.4f}, the others' median {usual:.4f}"
-            found.append(Finding("outlier", name, message, label, size))
+            message = f"{where}: mean |log p − log q| is {own:.4f}, the others' median {usual:.4f}"
+            found.append(Finding("outlier", name, message, label, own))
     return found

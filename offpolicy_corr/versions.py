@@ -24,8 +24,7 @@ def parse_spans(value: Any, field: str = "weight_versions") -> list[Span] | None
     for index, item in enumerate(value):
         get = item.get if isinstance(item, dict) else lambda name, item=item: getattr(item, name, None)
         version, start, end = get("version"), get("start"), get("end")
-        exact = all(type(bound) is int for bound in (start, end))
-        if not isinstance(version, str) or not exact:
+        if not (isinstance(version, str) and type(start) is int and type(end) is int):
             remedy = "Each span needs a version string and integer bounds [start, end)."
             raise RecordError(
                 "not a version span", field=f"{field}[{index}]", value=repr(item)[:80], remedy=remedy

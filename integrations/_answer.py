@@ -1,0 +1,248 @@
+"""One engine answer as arrays, and how it becomes a validated record: what all readers share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offpolicy_corr.assembly import Turn
+from offpolicy_corr.candidates import CandidateSet
+from offpolicy_corr.errors import RecordError
+from offpolicy_corr.missing import SENTINEL, is_missing
+from offpolicy_corr.record import SamplerRecord
+from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.statistics import RecordWarning, warn_unwitnessed_zeros
+from offpolicy_corr.validation import check_record
+from offpolicy_corr.versions import Span, versions_from_spans
+
+from ._arrays import fail, offsets_of
+
+CHECKED_AT_ONCE = (
+    1 << 19
+)  # candidates: the checks' temporaries stay in cache, and far below the record's size
+MISSING_REMEDY = (
+    "Sample again, mask the token with on_missing='mask', or see why the engine returned no number."
+)
+FIRST_MISSING = "Prefill/decode disaggregation loses the first token's value in some releases. "
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Candidates in CSR form. ``logprobs`` None: ids alone. ``absent`` marks rows that did not come."""
+
+    ids: NDArray[Any]
+    logprobs: NDArray[np.float32] | None
+    offsets: NDArray[np.int64]
+    complete: NDArray[np.bool_]
+    absent: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One completion. ``logprobs`` is NaN where nothing came; ``field``, ``rows_field`` name it in errors."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    field: str
+    rows: Rows | None = None
+    rows_field: str = "candidates"
+    spans: Sequence[Span] | None = None
+    prompt: NDArray[np.int64] | None = None
+    finish_reason: str | None = None
+    truncated: bool = False
+
+
+def check_spec(spec: SamplerSpec, engine: str, on_missing: str) -> None:
+    """Refuse a spec of another engine and ids that no engine drew."""
+    if on_missing not in ("raise", "mask"):
+        raise ValueError(f"on_missing must be 'raise' or 'mask', got {on_missing!r}")
+    if spec.engine != engine:
+        remedy = f"This reader knows {engine}'s shapes; use the reader of {spec.engine}, or correct the spec."
+        raise fail("the spec names another engine", "spec.engine", spec.engine, remedy)
+    if spec.token_ids != "engine":
+        remedy = "Ask the engine for ids: a text can be tokenised in more than one way."
+        raise fail("token ids were rebuilt from text", "spec.token_ids", spec.token_ids, remedy)
+
+
+def check_count(found: int, tokens: int, field: str, finish_reason: str | None = None) -> None:
+    """One value per token; the remedies name the reports behind each kind of mismatch."""
+    if found == tokens:
+        return
+    if tokens == 0:
+        remedy = "A value without a token (max_new_tokens=0?) is a phantom: it is no sample."
+    elif found > tokens and finish_reason == "stop":
+        remedy = "Stop tokens may be cut from the ids alone: set include_stop_str_in_output or no_stop_trim."
+    elif found > tokens:
+        remedy = (
+            "A retracted request or cumulative chunks beside incremental ids; neither end may be cut off."
+        )
+    elif found == tokens - 1:
+        remedy = FIRST_MISSING + "Which token it belongs to cannot be told: sample again."
+    else:
+        remedy = (
+            "Speculative decoding or grouping may report one value for several tokens: upgrade the engine."
+        )
+    problem = f"{found} values for {tokens} tokens"
+    raise fail(problem, field, found, remedy, 0 if found == tokens - 1 else min(found, tokens))
+
+
+def check_same_ids(tokens: NDArray[np.int64], others: NDArray[np.int64], field: str) -> None:
+    """The ids beside the log-probs must be the sampled ids."""
+    differ = tokens != others
+    if differ.any():
+        position = int(differ.argmax())
+        remedy = f"The token is {int(tokens[position])}: text was tokenised again, or two answers were mixed."
+        raise fail("id differs from the sampled id", field, int(others[position]), remedy, position)
+
+
+def pick_sampled(tokens: NDArray[np.int64], rows: Rows, field: str) -> NDArray[np.float32]:
+    """Each token's own value in its row, float32 ``[T]``; a token that its row lacks is an error."""
+    assert rows.logprobs is not None
+    owner = np.repeat(np.arange(len(tokens)), np.diff(rows.offsets))
+    at = np.flatnonzero(rows.ids == tokens[owner])
+    values = np.full(len(tokens), np.nan, dtype=np.float32)
+    found = np.zeros(len(tokens), dtype=np.bool_)
+    values[owner[at]] = rows.logprobs[at]
+    found[owner[at]] = True
+    if not found.all():
+        position = int((~found).argmax())
+        remedy = "The support was not taken from the sampler itself: upgrade the engine, or sample again."
+        problem = "the sampled token is absent from its row"
+        raise fail(problem, field, int(tokens[position]), remedy, position)
+    return values
+
+
+def drop_fillers(rows: Rows) -> Rows:
+    """Without the slots that engines fill with −inf or a sentinel: they were no candidates. NaN stays."""
+    if rows.logprobs is None:
+        return rows
+    filler = rows.logprobs <= SENTINEL
+    if not filler.any():
+        return rows
+    owner = np.repeat(np.arange(len(rows.complete)), np.diff(rows.offsets))
+    counts = np.bincount(owner[~filler], minlength=len(rows.complete))
+    return replace(rows, ids=rows.ids[~filler], logprobs=rows.logprobs[~filler], offsets=offsets_of(counts))
+
+
+def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: int | str | None) -> Turn:
+    """The validated record of one answer, as a turn."""
+    rows = None if answer.rows is None else drop_fillers(answer.rows)
+    answer = replace(answer, rows=rows)
+    if spec.truncates and rows is None:
+        remedy = "Ask for the support: see request_parameters(spec). An aborted request can come without it."
+        raise fail("truncated sampling without support", answer.rows_field, None, remedy, 0)
+    missing = _missing(answer, on_missing)
+    logprobs = np.where(missing, np.float32(np.nan), answer.logprobs)
+    count = len(answer.tokens)
+    spans = answer.spans
+    if weight_version is not None:
+        if spans is not None:
+            remedy = "The answer has per-token spans: leave weight_version out."
+            raise fail("weight version declared twice", "weight_version", weight_version, remedy)
+        spans = [(str(weight_version), 0, count)] if count else []
+    version, names = versions_from_spans(spans, count)
+    record = SamplerRecord(
+        torch.from_numpy(answer.tokens),
+        torch.from_numpy(logprobs),
+        None if rows is None else _candidates(rows),
+        float(spec.temperature),
+        None if spec.group is None else torch.zeros(count, dtype=torch.int64),
+        () if spec.group is None else (spec.group,),
+        version,
+        names,
+    )
+    mask = torch.from_numpy(~missing) if missing.any() else None
+    validate_in_pieces(record, spec.vocab_size, mask)
+    warn_unwitnessed_zeros(record, mask, stacklevel=4)
+    prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
+    return Turn(record, prompt, spec, finish_reason=answer.finish_reason, truncated=answer.truncated)
+
+
+def _candidates(rows: Rows) -> CandidateSet:
+    logprobs = None if rows.logprobs is None else torch.from_numpy(rows.logprobs)
+    offsets, complete = torch.from_numpy(rows.offsets), torch.from_numpy(rows.complete)
+    return CandidateSet(torch.from_numpy(rows.ids), logprobs, offsets, complete)
+
+
+def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
+    """bool [T]. Raises for the first missing value, or warns with their number."""
+    own = is_missing(answer.logprobs)
+    found = [(own, answer.field, "log-prob is missing", answer.logprobs)]
+    rows = answer.rows
+    if rows is not None and rows.absent is not None:
+        found.append((rows.absent, answer.rows_field, "candidates are missing", None))
+    if rows is not None and rows.logprobs is not None and np.isnan(rows.logprobs).any():
+        owner = np.repeat(np.arange(len(own)), np.diff(rows.offsets))
+        broken = np.zeros(len(own), dtype=np.bool_)
+        broken[owner[np.isnan(rows.logprobs)]] = True
+        found.append((broken, answer.rows_field, "a candidate's log-prob is missing", None))
+    missing = np.logical_or.reduce([mask for mask, *_ in found])
+    if not missing.any():
+        return missing
+    for mask, field, problem, values in found:
+        if on_missing == "raise" and mask.any():
+            position = int(mask.argmax())
+            remedy = (FIRST_MISSING if position == 0 else "") + MISSING_REMEDY
+            value = None if values is None else float(values[position])
+            raise fail(problem, field, value, remedy, position)
+    problem = f"{int(missing.sum())} of {len(missing)} tokens have no log-prob and must be masked"
+    warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=5)
+    return missing
+
+
+def validate_in_pieces(record: SamplerRecord, vocab_size: int | None, mask: torch.Tensor | None) -> None:
+    """`SamplerRecord.validate` on slices of consecutive tokens: the same checks, in bounded memory."""
+    candidates = record.candidates
+    total, begin = len(record), 0
+    while begin < total or total == 0:
+        end = total if candidates is None else _piece_end(candidates.offsets, begin)
+        piece = _slice(record, begin, end)
+        try:
+            check_record(piece, vocab_size, None if mask is None else mask[begin:end], None)
+        except RecordError as error:
+            if error.token is None:
+                raise
+            moved = RecordError(
+                error.problem,
+                token=error.token + begin,
+                field=error.field,
+                value=error.value,
+                remedy=error.remedy,
+            )
+            raise moved from None
+        begin = end
+        if total == 0:
+            return
+
+
+def _piece_end(offsets: torch.Tensor, begin: int) -> int:
+    reach = offsets[begin] + CHECKED_AT_ONCE
+    return max(begin + 1, int(torch.searchsorted(offsets, reach, right=True)) - 1)
+
+
+def _slice(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
+    """Tokens ``[begin, end)`` as views."""
+    candidates = record.candidates
+    if candidates is not None:
+        first, last = int(candidates.offsets[begin]), int(candidates.offsets[end])
+        candidates = CandidateSet(
+            candidates.ids[first:last],
+            None if candidates.logprobs is None else candidates.logprobs[first:last],
+            candidates.offsets[begin : end + 1] - first,
+            candidates.complete[begin:end],
+        )
+    part = slice(begin, end)
+    return replace(
+        record,
+        tokens=record.tokens[part],
+        logprobs=None if record.logprobs is None else record.logprobs[part],
+        candidates=candidates,
+        group=None if record.group is None else record.group[part],
+        weight_version=None if record.weight_version is None else record.weight_version[part],
+    )

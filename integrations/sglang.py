@@ -1,0 +1,279 @@
+"""Records from SGLang: ``/generate`` and chat responses of 0.5.23 and its relatives (sglang-omni's pairs,
+slime's patch).
+
+Which field holds log q depends on how the server was asked, and is declared by the spec:
+
+- ``logprobs="temperature"`` (or ``"raw"`` at T = 1): ``output_token_logprobs``, heads from
+  ``output_top_logprobs`` in any of its forms (nested, flat, flat base64);
+- ``"processed"``: ``output_token_sampling_logprobs`` of mode "selected", ids of the support from the mask;
+- ``"support"``: mask and ``output_token_sampling_logprobs`` of mode "support": complete sets with their
+  log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offpolicy_corr.assembly import Turn
+from offpolicy_corr.record import SamplerRecord
+from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.versions import parse_spans
+
+from ._answer import Answer, Rows, check_count, check_same_ids, check_spec, finish, pick_sampled
+from ._arrays import fail, floats, integers, mapping, sequence, tuples
+from ._json import parsed
+from ._sglang_rows import flat_head, nested_head, sampling_mask, slime_support, support_logprobs
+from ._streams import join_sglang
+
+DAMAGED = "The response is damaged or of another shape."
+
+
+def read_generate(
+    response: Any,
+    spec: SamplerSpec,
+    *,
+    on_missing: str = "raise",
+    weight_version: int | str | None = None,
+    force_keep_sampled: bool = False,
+) -> SamplerRecord | list[SamplerRecord]:
+    """Record of a ``/generate`` response; a list of them where the response is a list of samples.
+
+    Args:
+        response: the parsed JSON, or its bytes.
+        spec: what the server's log-probs mean.
+        on_missing: ``"raise"``, or ``"mask"``: tokens without a log-prob hold NaN and `missing_tokens` finds
+            them; they must leave the loss mask, and a `RecordWarning` gives their number.
+        weight_version: the version of all tokens where the server sends no spans. The scalar
+            ``weight_version`` of a response is the server's at the end and may be newer than the tokens, so
+            it is not used.
+        force_keep_sampled: in the slime dialect, add a sampled token that the recomputed support lacks.
+
+    Raises:
+        RecordError: anything that is not a trustworthy record.
+    """
+    turns = read_turns(
+        response,
+        spec,
+        on_missing=on_missing,
+        weight_version=weight_version,
+        force_keep_sampled=force_keep_sampled,
+    )
+    return _records(turns, isinstance(parsed(response), list))
+
+
+def read_chat(
+    response: Any, spec: SamplerSpec, *, on_missing: str = "raise", weight_version: int | str | None = None
+) -> SamplerRecord | list[SamplerRecord]:
+    """Record of a ``/v1/chat/completions`` response with ``return_meta_info``; a list where it has several
+    choices.
+
+    Arguments and errors as in `read_generate`.
+    """
+    turns = read_chat_turns(response, spec, on_missing=on_missing, weight_version=weight_version)
+    return _records(turns, len(turns) > 1)
+
+
+def read_stream(
+    chunks: Sequence[Any], spec: SamplerSpec, *, incremental: bool, on_missing: str = "raise"
+) -> SamplerRecord:
+    """Record of a streamed ``/generate``.
+
+    Args:
+        chunks: all of them, in order.
+        incremental: the server ran with ``--incremental-streaming-output``; otherwise each chunk repeats all
+            before.
+
+    Raises:
+        RecordError: also when the last chunk is missing or the chunks do not fit together.
+    """
+    joined = join_sglang(
+        [mapping(parsed(chunk), "chunk") for chunk in sequence(chunks, "chunks")], incremental
+    )
+    record = read_generate(joined, spec, on_missing=on_missing)
+    assert isinstance(record, SamplerRecord)
+    return record
+
+
+def read_turns(
+    response: Any,
+    spec: SamplerSpec,
+    *,
+    on_missing: str = "raise",
+    weight_version: int | str | None = None,
+    prompt: Sequence[int] | None = None,
+    force_keep_sampled: bool = False,
+) -> list[Turn]:
+    """As `read_generate`, as turns for `assemble`; ``prompt`` is the ids that the request sent."""
+    check_spec(spec, "sglang", on_missing)
+    if force_keep_sampled and spec.dialect != "slime":
+        remedy = "Only slime's recomputed support may lack the sampled token: declare dialect='slime'."
+        raise fail("force_keep_sampled without that dialect", "spec.dialect", spec.dialect, remedy)
+    response = parsed(response)
+    items = response if isinstance(response, list) else [response]
+    if not items:
+        raise fail("a response without samples", "response", None, DAMAGED)
+    turns = []
+    for item in items:
+        item = mapping(item, "response")
+        meta = mapping(item.get("meta_info"), "meta_info")
+        answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
+        given = prompt if prompt is not None else item.get("prompt_ids")
+        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_ids"))
+        turns.append(finish(answer, spec, on_missing, weight_version))
+    return turns
+
+
+def read_chat_turns(
+    response: Any, spec: SamplerSpec, *, on_missing: str = "raise", weight_version: int | str | None = None
+) -> list[Turn]:
+    """As `read_chat`, as turns for `assemble`."""
+    check_spec(spec, "sglang", on_missing)
+    response = mapping(parsed(response), "response")
+    choices = sequence(response.get("choices"), "choices")
+    if not choices:
+        raise fail("a response without choices", "choices", None, DAMAGED)
+    turns = []
+    for index, choice in enumerate(choices):
+        choice = mapping(choice, f"choices[{index}]")
+        meta = choice.get("meta_info")
+        if meta is None:
+            remedy = "Send return_meta_info=true and return_token_ids=true; the text alone cannot be aligned."
+            raise fail("the choice carries no meta_info", f"choices[{index}].meta_info", None, remedy)
+        meta = mapping(meta, f"choices[{index}].meta_info")
+        answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", spec, False)
+        given = choice.get("prompt_token_ids")
+        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
+        turns.append(finish(answer, spec, on_missing, weight_version))
+    return turns
+
+
+def _records(turns: list[Turn], several: bool) -> SamplerRecord | list[SamplerRecord]:
+    records = [turn.record for turn in turns]
+    return records if several else records[0]
+
+
+def _answer(meta: dict[str, Any], ids: Any, ids_field: str, spec: SamplerSpec, force_keep: bool) -> Answer:
+    reason, truncated, message = _finish_reason(meta.get("finish_reason"))
+    triples = meta.get("output_token_logprobs")
+    values, triple_ids = (
+        (None, None)
+        if triples is None
+        else tuples(sequence(triples, "output_token_logprobs"), "output_token_logprobs")
+    )
+    if ids is None and triple_ids is None:
+        remedy = f"The request was aborted: {message}" if message else "Send return_logprob=true."
+        raise fail("neither output_ids nor output_token_logprobs", ids_field, None, remedy)
+    tokens = triple_ids if ids is None else integers(ids, ids_field)
+    assert tokens is not None
+    if triple_ids is not None:
+        check_count(len(triple_ids), len(tokens), "output_token_logprobs", reason)
+        check_same_ids(tokens, triple_ids, "output_token_logprobs")
+    _check_declared_lengths(meta, len(tokens), values is not None)
+    count = len(tokens)
+    if spec.logprobs == "support":
+        field, rows, logprobs = _read_support(meta, tokens)
+    elif spec.logprobs == "processed" and spec.dialect != "slime":
+        field, rows, logprobs = _read_selected(meta, count, reason)
+    else:
+        field = "output_token_logprobs"
+        if values is None:
+            raise fail("no log-probs", field, None, "Send return_logprob=true.")
+        logprobs = values
+        rows = (
+            _dialect_rows(meta, tokens, force_keep)
+            if spec.dialect == "slime"
+            else _read_head(meta, count, spec)
+        )
+    spans = parse_spans(meta.get("weight_versions"), "meta_info.weight_versions")
+    rows_field = "output_token_sampling_mask" if spec.truncates else "output_top_logprobs"
+    return Answer(tokens, logprobs, field, rows, rows_field, spans, None, reason, truncated)
+
+
+def _finish_reason(value: Any) -> tuple[str | None, bool, str | None]:
+    """The kind, whether the answer was cut off, and the engine's message."""
+    if value is None or isinstance(value, str):
+        return value, value in ("length", "abort"), None
+    value = mapping(value, "finish_reason")
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        raise fail("finish_reason has no type", "finish_reason", value, DAMAGED)
+    message = value.get("message")
+    return kind, kind in ("length", "abort"), None if message is None else str(message)
+
+
+def _check_declared_lengths(meta: dict[str, Any], count: int, has_values: bool) -> None:
+    declared = {"completion_tokens": "Entries for groups of tokens, or a retracted request."}
+    if has_values:
+        declared["output_token_logprobs_length"] = (
+            "Chunks of an incremental stream must be joined by read_stream."
+        )
+    if meta.get("output_token_sampling_mask") is not None:
+        declared["output_token_sampling_mask_length"] = (
+            "It counts rows; chunks must be joined by read_stream."
+        )
+    for name, remedy in declared.items():
+        value = meta.get(name)
+        if value is not None and (type(value) is not int or value != count):
+            raise fail(f"{name} disagrees with the {count} tokens", name, value, remedy)
+
+
+def _read_support(meta: dict[str, Any], tokens: NDArray[np.int64]) -> tuple[str, Rows, NDArray[np.float32]]:
+    field = "output_token_sampling_logprobs"
+    ids, offsets = sampling_mask(meta, len(tokens))
+    logprobs = support_logprobs(meta.get(field), offsets, field)
+    rows = Rows(ids, logprobs, offsets, _complete(meta, len(tokens)))
+    return field, rows, pick_sampled(tokens, rows, "output_token_sampling_mask")
+
+
+def _read_selected(
+    meta: dict[str, Any], count: int, reason: str | None
+) -> tuple[str, Rows, NDArray[np.float32]]:
+    field = "output_token_sampling_logprobs"
+    ids, offsets = sampling_mask(meta, count)
+    selected = meta.get(field)
+    if selected is None:
+        raise fail("no post-filter log-probs", field, None, "Send return_sampling_mask=true.")
+    values = sequence(selected, field)
+    if any(map(lambda item: isinstance(item, (list, tuple)), values[:1])):
+        remedy = "This server ran sampling_logprobs_mode='support': declare logprobs='support'."
+        raise fail("rows where one value a token was declared", field, values[0], remedy)
+    check_count(len(values), count, field, reason)
+    return field, Rows(ids, None, offsets, _complete(meta, count)), floats(values, field)
+
+
+def _complete(meta: dict[str, Any], count: int) -> NDArray[np.bool_]:
+    """False where a fork says that it cut the support: such a row is a head, whatever its name."""
+    cut = meta.get("output_token_sampling_mask_truncated")
+    if cut is None or cut is False:
+        return np.ones(count, dtype=np.bool_)
+    if cut is True:
+        return np.zeros(count, dtype=np.bool_)
+    cut = sequence(cut, "output_token_sampling_mask_truncated")
+    if len(cut) != count or set(map(type, cut)) != {bool}:
+        raise fail("expected one flag a token", "output_token_sampling_mask_truncated", cut, DAMAGED)
+    return ~np.array(cut, dtype=np.bool_)
+
+
+def _dialect_rows(meta: dict[str, Any], tokens: NDArray[np.int64], force_keep: bool) -> Rows | None:
+    support = slime_support(meta, tokens, force_keep)
+    return (
+        None if support is None else Rows(support[0], None, support[1], np.ones(len(tokens), dtype=np.bool_))
+    )
+
+
+def _read_head(meta: dict[str, Any], count: int, spec: SamplerSpec) -> Rows | None:
+    if meta.get("output_token_sampling_mask") is not None:
+        remedy = "Declare logprobs='support' (or 'processed'): these log-probs are from before the filters."
+        raise fail("the response has a sampling mask", "spec.logprobs", spec.logprobs, remedy)
+    flat = any(name.startswith("output_top_logprobs_") for name in meta)
+    nested = meta.get("output_top_logprobs")
+    if flat and nested is not None:
+        raise fail("both nested and flat candidates", "output_top_logprobs", None, "Keep one form.")
+    if flat:
+        return flat_head(meta, count)
+    return None if nested is None else nested_head(nested, count)
