@@ -101,7 +101,16 @@ def _peak() -> int:
 
 
 def _child(variant: str, dtype: str, argv: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "offpolicy_corr.benchmarks.cpu", "--child", variant, "--dtype", dtype, *argv]
+    command = [
+        sys.executable,
+        "-m",
+        "offpolicy_corr.benchmarks.cpu",
+        "--child",
+        variant,
+        "--dtype",
+        dtype,
+        *argv,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{variant} ({dtype}) failed:\n{done.stderr}")
@@ -135,7 +144,11 @@ def run(args: argparse.Namespace, show: Callable[[str], None] = print) -> dict[s
     return {
         "benchmark": "cpu",
         "command": "python -m offpolicy_corr.benchmarks.cpu " + " ".join(shared),
-        "machine": {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": {
+            "processor": _processor(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
         "rows": rows,
     }
 

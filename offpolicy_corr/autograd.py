@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend
+from .centering import live
 from .dense import Job
 
 
@@ -17,7 +18,7 @@ class LossFromLogits(torch.autograd.Function):
     """(loss, results): ``loss`` is Σ scale·loss, or scale·loss ``[T]`` when not ``reduce``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool
     ) -> tuple[Tensor, Tensor]:
         gradient = None
@@ -33,15 +34,15 @@ class LossFromLogits(torch.autograd.Function):
         return loss, results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         return (*ctx.held.times(upstream), None, None, None, None)
 
 
 def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
     """Σ scale·loss or scale·loss; a scale of 0 silences whatever the token's loss is."""
     scale = job.terms.scale.to(results.dtype)
-    loss = torch.where(scale == 0, 0.0, results[0] * scale)
+    loss = live(scale, results[0])
     return loss.sum() if reduce else loss
 
 
@@ -74,7 +75,9 @@ class Held:
         """
         gradients, keep = self.gradients, _graph_is_kept()
         if gradients is None:
-            raise RuntimeError("the gradient was handed over in an earlier backward: pass retain_graph=True there")
+            raise RuntimeError(
+                "the gradient was handed over in an earlier backward: pass retain_graph=True there"
+            )
         for gradient, version in zip(gradients, self.versions, strict=True):
             if gradient is not None and gradient._version != version:
                 raise RuntimeError(

@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import dense, pair as torch_pair
+from . import dense
+from . import pair as torch_pair
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 BACKENDS = ("auto", "torch", "triton")
@@ -54,5 +55,7 @@ def _triton_obstacle(device: torch.device, rule: WeightRule | None) -> str | Non
     if importlib.util.find_spec("offpolicy_corr.kernels.loss") is None:
         return "this build has no kernels"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the logits are on {device.type}; set TRITON_INTERPRET=1 before importing to interpret kernels"
+        return (
+            f"the logits are on {device.type}; set TRITON_INTERPRET=1 before importing to interpret kernels"
+        )
     return None

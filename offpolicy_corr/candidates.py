@@ -95,9 +95,7 @@ class CandidateSet:
 
     def to(self, device: torch.device | str) -> CandidateSet:
         logprobs = None if self.logprobs is None else self.logprobs.to(device)
-        return CandidateSet(
-            self.ids.to(device), logprobs, self.offsets.to(device), self.complete.to(device)
-        )
+        return CandidateSet(self.ids.to(device), logprobs, self.offsets.to(device), self.complete.to(device))
 
     def select(self, index: Tensor) -> CandidateSet:
         """The rows ``index`` (int64 or bool ``[T]``), in that order."""
@@ -187,7 +185,9 @@ class CandidateSet:
         _require(bound is not None, f"{type(rule).__name__} has no drift_bound(q_tail, p_tail, advantages)")
         q_tail = (1.0 - self.mass()).clamp(min=tail_floor)
         p_tail = torch.ones_like(q_tail) if trainer_tail_mass is None else trainer_tail_mass.to(q_tail)
-        signs = [advantages] if advantages is not None else [torch.ones_like(q_tail), -torch.ones_like(q_tail)]
+        signs = (
+            [advantages] if advantages is not None else [torch.ones_like(q_tail), -torch.ones_like(q_tail)]
+        )
         worst = torch.stack([bound(q_tail, p_tail, sign) for sign in signs]).amax(0)  # type: ignore[misc]
         return worst.masked_fill(self.complete, 0.0)
 

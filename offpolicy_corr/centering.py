@@ -49,6 +49,11 @@ def product(coefficient: Tensor, logp: Tensor) -> Tensor:
     return torch.where(coefficient == 0, torch.zeros_like(logp), coefficient * logp)
 
 
+def live(scale: Tensor, values: Tensor) -> Tensor:
+    """scale · values, where a scale of 0 silences whatever stands there."""
+    return torch.where(scale == 0, torch.zeros_like(values), scale * values)
+
+
 def coefficients(correction: Correction, terms: Terms, trainer: TrainerLogprobs) -> Coefficients:
     """All constants of the loss, from the trainer's log-probs and the record. Nothing here is differentiable."""
     rule, floor = correction.weight, correction.tail_floor
@@ -142,9 +147,8 @@ def _gradient(
 ) -> RowGradient:
     """The closed form, times ``scale``: α − M and the pull on the sampled token are all that a row needs."""
     scale = terms.scale.to(pull.dtype)
-    live = lambda values: torch.where(scale == 0, torch.zeros_like(values), scale * values)  # noqa: E731
-    advantages, pull = live(terms.advantages.to(pull.dtype)), live(pull)
-    # ∂L/∂p-part of the head and of the rest: m_v = α p_v holds off the head only
+    advantages, pull = live(scale, terms.advantages.to(pull.dtype)), live(scale, pull)
+    # what multiplies p_v: on the head W − A·M, and off it A·α more, where m_v = α p_v
     on_head = pull - product(advantages, coef.total)
     dense = on_head + product(advantages, coef.alpha)
     bonus = scale * settings.entropy_coef

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateSet
-from .centering import coefficients, policy_term
+from .centering import coefficients, live, policy_term
 from .plan import Plan
 from .regularizers import kl_value
 from .replay import TrainerLogprobs
@@ -22,7 +22,9 @@ def loss_from_logprobs(
     """(loss, results) as `autograd.LossFromLogits` gives them; masked tokens are taken out first."""
     job, terms = plan.job, plan.job.terms
     size = logprobs.shape[0]
-    candidate_logprobs = _align(candidate_logprobs, terms.candidates, logprobs, job.settings.correction.center)
+    candidate_logprobs = _align(
+        candidate_logprobs, terms.candidates, logprobs, job.settings.correction.center
+    )
     if entropy is not None and entropy.shape != logprobs.shape:
         raise ValueError(f"entropy must be [T] = ({size},), got {tuple(entropy.shape)}")
     rows = torch.arange(size, device=logprobs.device)
@@ -52,8 +54,7 @@ def loss_from_logprobs(
         token_loss = token_loss - settings.entropy_coef * entropy.to(dtype)
     # a token whose log-prob is not a number stays visible even where its weight is 0
     token_loss = torch.where(trainer.finite, token_loss, torch.nan)
-    scale = terms.scale.to(dtype)
-    scaled = torch.where(scale == 0, 0.0, token_loss * scale)
+    scaled = live(terms.scale.to(dtype), token_loss)
     results = pack(token_loss, correction, coef, trainer)
     results = results.new_zeros(results.shape[0], size).index_copy_(1, rows, results)
     if plan.reduce:
@@ -72,7 +73,9 @@ def _align(
             raise ValueError("a centred loss needs candidate_logprobs, log p of the record's candidate ids")
         return like.new_full((nnz,), torch.nan)
     if candidate_logprobs.shape != (nnz,):
-        raise ValueError(f"candidate_logprobs must be [nnz] = ({nnz},), got {tuple(candidate_logprobs.shape)}")
+        raise ValueError(
+            f"candidate_logprobs must be [nnz] = ({nnz},), got {tuple(candidate_logprobs.shape)}"
+        )
     return candidate_logprobs
 
 

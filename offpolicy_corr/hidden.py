@@ -94,7 +94,7 @@ def loss_from_hidden(head: LMHead, job: Job, chosen: str, reduce: bool) -> tuple
 
 class _LossFromHidden(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -121,12 +121,13 @@ class _LossFromHidden(torch.autograd.Function):
         return loss, results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.later is None:
             return (*ctx.held.times(upstream), None, None, None, None)
         softcap, job, chosen, needed = ctx.later
-        head = LMHead(*(None if t is None else t.detach() for t in ctx.saved_tensors), softcap)
+        hidden, weight, bias = ctx.saved_tensors
+        head = LMHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), softcap)
         job = replace(job, terms=replace(job.terms, scale=job.terms.scale * upstream))
         with torch.autocast(upstream.device.type, enabled=False):
             gradients = HeadGradients.like(head, needed)
@@ -138,9 +139,7 @@ def sweep(head: LMHead, job: Job, chosen: str, gradients: HeadGradients) -> Tens
     """Results ``[len(FIELDS), T]`` of all tokens; ``gradients`` receives the sums. Masked rows are left out."""
     terms = job.terms
     rows = torch.arange(len(terms), device=head.hidden.device)
-    results = torch.zeros(
-        len(FIELDS), len(terms), dtype=compute_dtype(head.hidden.dtype), device=rows.device
-    )
+    results = torch.zeros(len(FIELDS), len(terms), dtype=compute_dtype(head.hidden.dtype), device=rows.device)
     trained = torch.ones_like(rows, dtype=torch.bool) if job.trained is None else job.trained
     # a sharded head has the candidates' rows on several ranks: there every row takes the dense way
     sparse = torch.zeros_like(trained)
@@ -149,7 +148,9 @@ def sweep(head: LMHead, job: Job, chosen: str, gradients: HeadGradients) -> Tens
     dense_rows = (trained & ~sparse).nonzero().squeeze(1)
     if dense_rows.numel():
         part = terms.select(dense_rows)
-        results[:, dense_rows] = _dense_sweep(head, replace(job, terms=part, trained=None), chosen, dense_rows, gradients)
+        results[:, dense_rows] = _dense_sweep(
+            head, replace(job, terms=part, trained=None), chosen, dense_rows, gradients
+        )
     sparse_rows = sparse.nonzero().squeeze(1)
     if sparse_rows.numel():
         part = terms.select(sparse_rows)
@@ -179,9 +180,7 @@ def _dense_sweep(head: LMHead, job: Job, chosen: str, rows: Tensor, gradients: H
     return torch.cat(parts, 1)
 
 
-def _accumulate(
-    gradients: HeadGradients, head: LMHead, hidden: Tensor, slope: Tensor, rows: Tensor
-) -> None:
+def _accumulate(gradients: HeadGradients, head: LMHead, hidden: Tensor, slope: Tensor, rows: Tensor) -> None:
     """Add one chunk: ``slope`` ``[R, V]`` is the gradient with respect to its logits."""
     if gradients.hidden is not None:
         gradients.hidden.index_copy_(0, rows, slope @ head.weight)
@@ -201,4 +200,3 @@ def _finished(gradients: HeadGradients, head: LMHead, job: Job) -> list[Tensor |
         dist.all_reduce(gradients.hidden, group=job.shard.group)
     pairs = [(gradients.hidden, head.hidden), (gradients.weight, head.weight), (gradients.bias, head.bias)]
     return [None if g is None or like is None else g.to(like.dtype) for g, like in pairs]
-

@@ -68,9 +68,7 @@ def selected_logprobs(
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, selection: Selection, chosen: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, selection: Selection, chosen: str) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             logp, candidate_logp, entropy, saved = backends.pair(chosen).forward(logits.detach(), selection)
         ctx.save_for_backward(logits, *saved)
@@ -78,8 +76,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         return logp, candidate_logp, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, *saved = ctx.saved_tensors
         with torch.autocast(logits.device.type, enabled=False):
             gradient = backends.pair(ctx.chosen).backward(

@@ -57,15 +57,14 @@ class SamplerRecord:
 
     def to(self, device: torch.device | str) -> SamplerRecord:
         """The same record on another device."""
-        move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
         return SamplerRecord(
             self.tokens.to(device),
-            move(self.logprobs),
+            _to(self.logprobs, device),
             None if self.candidates is None else self.candidates.to(device),
             self.temperature.to(device) if isinstance(self.temperature, Tensor) else self.temperature,
-            move(self.group),
+            _to(self.group, device),
             self.group_names,
-            move(self.weight_version),
+            _to(self.weight_version, device),
             self.version_names,
         )
 
@@ -116,6 +115,10 @@ class SamplerRecord:
 
 def _index(tensor: Tensor | None, index: Tensor) -> Tensor | None:
     return None if tensor is None else tensor[index]
+
+
+def _to(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _concat_all(records: Sequence[SamplerRecord], name: str) -> Tensor | None:

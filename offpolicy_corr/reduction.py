@@ -55,13 +55,14 @@ def token_scale(
     """
     live = torch.ones_like(tokens, dtype=torch.float64) if trained is None else trained.double()
     scale = live
-    if reduction == "token-mean" and denominator != "kept":
+    if reduction == "token-mean" and not isinstance(denominator, str):
         scale = live / (live.sum().clamp(min=1.0) if denominator is None else denominator)
     elif reduction == "sequence-mean":
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
         _, inverse = torch.unique(ids, return_inverse=True)
         lengths = torch.zeros_like(live).index_add_(0, inverse, live)
+        assert not isinstance(denominator, str)
         sequences = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
         scale = live / lengths.clamp(min=1.0)[inverse] / sequences
     if sequence_keep is not None:

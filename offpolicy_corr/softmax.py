@@ -76,9 +76,9 @@ class Scratch:
         width = max(width, 1)
         self.rows = max(1, min(block // width, logits.shape[0]))
         self.tile_rows = max(1, min(tile // width, self.rows))
-        kind = {"dtype": compute_dtype(logits.dtype), "device": logits.device}
-        self.exps = torch.empty(self.rows * width, **kind)
-        self.shifted = torch.empty(self.tile_rows * width, **kind)
+        dtype = compute_dtype(logits.dtype)
+        self.exps = torch.empty(self.rows * width, dtype=dtype, device=logits.device)
+        self.shifted = torch.empty(self.tile_rows * width, dtype=dtype, device=logits.device)
 
 
 class RowBlock:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 LOGPROB_ABOVE_ZERO = 1e-6  # rounding of a log-softmax in float32
 HEAD_MASS_ABOVE_ONE = 1e-3
 COMPLETE_MASS_OFF_ONE = 1e-4
-SAME_VALUE = (1e-4, 1e-5)  # relative, absolute: the token's log-prob against its own entry among the candidates
+SAME_VALUE = (
+    1e-4,
+    1e-5,
+)  # relative, absolute: the token's log-prob against its own entry among the candidates
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ def as_mask(loss_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 def check_lengths(record: SamplerRecord) -> None:
     """Everything that shapes, dtypes and Python numbers alone can tell; never waits for a device."""
+
     def require(ok: bool, problem: str, field: str, value: Any, remedy: str) -> None:
         if not ok:
             raise RecordError(problem, field=field, value=value, remedy=remedy)
 
     tokens = record.tokens
-    require(tokens.dim() == 1, "tokens must be one packed row", "tokens", tuple(tokens.shape), "Flatten to [T].")
+    require(
+        tokens.dim() == 1, "tokens must be one packed row", "tokens", tuple(tokens.shape), "Flatten to [T]."
+    )
     is_float = tokens.dtype.is_floating_point or tokens.dtype == torch.bool
     require(not is_float, "tokens must be integers", "tokens", tokens.dtype, "Pass the sampled ids.")
     for name in ("logprobs", "temperature", "group", "weight_version"):
@@ -206,7 +212,9 @@ def _logprob_checks(record: SamplerRecord, rows: Tensor, is_token: Tensor) -> li
     mass.index_add_(0, rows, logq.double().exp())
     head = ~complete & (mass > 1.0 + HEAD_MASS_ABOVE_ONE)
     problem = "the head's probabilities sum to more than 1"
-    checks.append(Check(head, "candidates.logprobs", mass, problem, "Ids are duplicated or q is not normalised."))
+    checks.append(
+        Check(head, "candidates.logprobs", mass, problem, "Ids are duplicated or q is not normalised.")
+    )
     off = complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
     problem = "the probabilities of a complete set do not sum to 1"
     remedy = "Record post-filter log-probs of the whole support, or mark the row as a head."

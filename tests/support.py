@@ -75,7 +75,7 @@ class Problem:
         temperature: float | None = None,
     ) -> None:
         make = torch.Generator().manual_seed(seed)
-        randn = lambda *shape: torch.randn(*shape, generator=make, dtype=torch.float64)  # noqa: E731
+        randn = lambda *shape: torch.randn(*shape, generator=make, dtype=torch.float64)
         self.logits = (2.0 * randn(size, vocab)).to(dtype)
         self.temperature: float | Tensor = 0.5 + torch.rand(size, generator=make, dtype=torch.float64)
         if temperature is not None:

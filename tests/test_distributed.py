@@ -55,13 +55,17 @@ def _losses(rank: int, ranks: int) -> None:
                 "correction": oc.Correction(rule), "loss_mask": mask, "entropy_coef": 0.2,
                 "kl_coef": 0.1, "ref_logprobs": torch.linspace(-2, -1, 6), "vocab_size": TRUE_VOCAB,
             }  # fmt: skip
-            whole, expected = gradient_through("logits", full, problem.record(), problem.advantages, **options)
+            whole, expected = gradient_through(
+                "logits", full, problem.record(), problem.advantages, **options
+            )
             shard = full[:, rank * width : (rank + 1) * width]
             for entrance in ("logits", "inplace"):
                 out, gradient = gradient_through(
                     entrance, shard, problem.record(), problem.advantages, process_group=group, **options
                 )
-                torch.testing.assert_close(gradient, expected[:, rank * width : (rank + 1) * width], atol=1e-12, rtol=1e-10)
+                torch.testing.assert_close(
+                    gradient, expected[:, rank * width : (rank + 1) * width], atol=1e-12, rtol=1e-10
+                )
                 torch.testing.assert_close(out.loss, whole.loss, atol=1e-12, rtol=1e-10)
                 for name, values in vars(out.tokens).items():
                     torch.testing.assert_close(values, getattr(whole.tokens, name), equal_nan=True)
@@ -108,11 +112,15 @@ def _bad_rows_are_seen_by_all_ranks(rank: int, ranks: int) -> None:
     logits[1, : VOCAB // 2] = -torch.inf  # a whole shard without a finite logit is no fault
     options: dict[str, Any] = {"correction": oc.Correction.from_name("tis"), "process_group": group}
     with pytest.raises(ValueError, match="token 3 is not finite"):
-        oc.policy_loss(logits[:, rank * width : (rank + 1) * width], problem.record(), problem.advantages, **options)
+        oc.policy_loss(
+            logits[:, rank * width : (rank + 1) * width], problem.record(), problem.advantages, **options
+        )
     logits[3, -1] = 0.0
     logits[1, problem.tokens[1]] = 0.5
     problem.logits = logits
-    _, expected = gradient_through("logits", logits, problem.record(), problem.advantages, correction=options["correction"])
+    _, expected = gradient_through(
+        "logits", logits, problem.record(), problem.advantages, correction=options["correction"]
+    )
     shard = logits[:, rank * width : (rank + 1) * width]
     _, gradient = gradient_through("logits", shard, problem.record(), problem.advantages, **options)
     torch.testing.assert_close(gradient, expected[:, rank * width : (rank + 1) * width])
@@ -121,7 +129,9 @@ def _bad_rows_are_seen_by_all_ranks(rank: int, ranks: int) -> None:
 def _ranks_add_up(rank: int, ranks: int) -> None:
     problem = Problem(size=8, seed=3)
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 0, 0])
-    whole, expected = gradient_through("logits", problem.logits, problem.record(), problem.advantages, loss_mask=mask)
+    whole, expected = gradient_through(
+        "logits", problem.logits, problem.record(), problem.advantages, loss_mask=mask
+    )
     share = slice(rank * 4, rank * 4 + 4)
     index = torch.arange(8)[share]
     denominator = oc.global_denominator(mask[share])

@@ -34,7 +34,13 @@ def expected_gradient(
         logq = weights[:, y].log().masked_fill(~drawn, 0.0)
         record = oc.SamplerRecord(record.tokens, logq, record.candidates, record.temperature)
         _, gradient = gradient_through(
-            entrance, problem.logits, record, advantages, correction=correction, loss_mask=drawn, reduction="sum"
+            entrance,
+            problem.logits,
+            record,
+            advantages,
+            correction=correction,
+            loss_mask=drawn,
+            reduction="sum",
         )
         total += weights[:, y, None] * gradient
     return total
@@ -111,7 +117,9 @@ def test_all_entrances_agree(rule: oc.WeightRule, kind: str, seed: int, center: 
         "sequence_ids": torch.tensor([4, 0, 4, 0, 0, 2]),
         "reduction": ["token-mean", "sequence-mean", "sum", "none"][seed % 4],
     }
-    first, gradient = gradient_through("logits", problem.logits, problem.record(), problem.advantages, **options)
+    first, gradient = gradient_through(
+        "logits", problem.logits, problem.record(), problem.advantages, **options
+    )
     for entrance in ENTRANCES[1:]:
         other, theirs = gradient_through(
             entrance, problem.logits, problem.record(), problem.advantages, **options
@@ -120,7 +128,11 @@ def test_all_entrances_agree(rule: oc.WeightRule, kind: str, seed: int, center: 
         torch.testing.assert_close(other.loss, first.loss, atol=1e-10, rtol=1e-8)
         for name in ("logprobs", "log_ratio", "weight", "kept", "entropy", "correction", "tail_ratio"):
             torch.testing.assert_close(
-                getattr(other.tokens, name), getattr(first.tokens, name), equal_nan=True, atol=1e-10, rtol=1e-8
+                getattr(other.tokens, name),
+                getattr(first.tokens, name),
+                equal_nan=True,
+                atol=1e-10,
+                rtol=1e-8,
             )
 
 
@@ -175,7 +187,11 @@ def test_the_scalar_loss_moves_with_the_tail_scale_and_the_gradient_does_not() -
     record = oc.SamplerRecord(full.tokens, full.logprobs - 1e-3, short)
     results = [
         gradient_through(
-            "logits", problem.logits, record, torch.ones(6), correction=oc.Correction(oc.Unweighted(), tail_floor=floor)
+            "logits",
+            problem.logits,
+            record,
+            torch.ones(6),
+            correction=oc.Correction(oc.Unweighted(), tail_floor=floor),
         )
         for floor in (1e-6, 1e-3)
     ]
@@ -208,7 +224,9 @@ def test_gradcheck(rule: oc.WeightRule, kind: str) -> None:
 
     leaf = problem.logits.clone().requires_grad_()
     assert torch.autograd.gradcheck(loss, leaf, atol=1e-7)
-    out = oc.policy_loss(leaf, record, problem.advantages[:3], correction=oc.Correction(rule), entropy_coef=0.1)
+    out = oc.policy_loss(
+        leaf, record, problem.advantages[:3], correction=oc.Correction(rule), entropy_coef=0.1
+    )
     (ours,) = torch.autograd.grad(out.loss, leaf)
     (theirs,) = torch.autograd.grad(loss(leaf), leaf)
     torch.testing.assert_close(ours, theirs)
@@ -221,12 +239,16 @@ def test_gradcheck_of_policy_loss_where_its_constants_do_not_depend_on_the_logit
     for reduction in ("sum", "none"):
         options = {"correction": oc.Correction.from_name("sc"), "entropy_coef": 0.2, "reduction": reduction}
         options |= {"kl_coef": 0.3, "ref_logprobs": torch.tensor([-1.0, -0.5, -2.0])}
-        call = lambda z, o=options: oc.policy_loss(z, problem.record(), problem.advantages[:3], **o).loss  # noqa: E731
+        call = lambda z, o=options: oc.policy_loss(z, problem.record(), problem.advantages[:3], **o).loss
         assert torch.autograd.gradcheck(call, leaf, atol=1e-7)
         hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
         head = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
         bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-        from_hidden = lambda h, w, b, o=options: oc.policy_loss_from_hidden(  # noqa: E731
-            h, w, problem.record(), problem.advantages[:3], bias=b, logit_softcap=3.0, **o
-        ).loss
+        from_hidden = (
+            lambda h, w, b, o=options: (
+                oc.policy_loss_from_hidden(
+                    h, w, problem.record(), problem.advantages[:3], bias=b, logit_softcap=3.0, **o
+                ).loss
+            )
+        )
         assert torch.autograd.gradcheck(from_hidden, (hidden, head, bias), atol=1e-7)

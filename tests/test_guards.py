@@ -62,7 +62,11 @@ def test_staleness() -> None:
         record = oc.SamplerRecord(torch.zeros(6, dtype=torch.int64), weight_version=bad)
         with pytest.raises(oc.RecordError, match="undeclared or ahead") as caught:
             guards.staleness(record, IDS, 7, 3)
-        assert (caught.value.token, caught.value.sample, caught.value.field) == (token, int(IDS[token]), "weight_version")
+        assert (caught.value.token, caught.value.sample, caught.value.field) == (
+            token,
+            int(IDS[token]),
+            "weight_version",
+        )
     with pytest.raises(oc.RecordError, match="needs weight versions"):
         guards.staleness(oc.SamplerRecord(torch.zeros(6, dtype=torch.int64)), IDS, 7, 3)
     with pytest.raises(ValueError, match="max_lag"):

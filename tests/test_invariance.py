@@ -86,14 +86,19 @@ def test_rows_do_not_see_each_other(rule: oc.WeightRule, kind: str, seed: int, e
     _, gradient = gradient_through(entrance, problem.logits, record, problem.advantages, **options)
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     shuffled = record.select(order)
-    _, moved = gradient_through(entrance, problem.logits[order], shuffled, problem.advantages[order], **options)
+    _, moved = gradient_through(
+        entrance, problem.logits[order], shuffled, problem.advantages[order], **options
+    )
     torch.testing.assert_close(moved, gradient[order], atol=1e-14, rtol=1e-14)
 
     inner = (problem.candidates.rows * 100 + torch.randperm(24)).argsort()
     by_row = problem.candidates.rows[inner].argsort(stable=True)
     inner = inner[by_row]
     candidates = oc.CandidateSet(
-        problem.candidates.ids[inner], problem.candidates.logprobs[inner], problem.candidates.offsets, problem.complete
+        problem.candidates.ids[inner],
+        problem.candidates.logprobs[inner],
+        problem.candidates.offsets,
+        problem.complete,
     )
     reordered = oc.SamplerRecord(record.tokens, record.logprobs, candidates, record.temperature)
     _, same = gradient_through(entrance, problem.logits, reordered, problem.advantages, **options)
@@ -119,7 +124,7 @@ def test_a_row_alone_and_a_row_in_a_batch_are_bitwise_equal(dtype: torch.dtype) 
 def test_chunk_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, block: int, tile: int) -> None:
     problem = Problem(kind=kind, seed=8)
     mask = torch.tensor([True, True, False, True, True, True])
-    call = lambda entrance: gradient_through(  # noqa: E731
+    call = lambda entrance: gradient_through(
         entrance, problem.logits, problem.record(), problem.advantages, loss_mask=mask, entropy_coef=0.1
     )
     expected = {entrance: call(entrance) for entrance in ENTRANCES}
@@ -135,7 +140,10 @@ def test_chunk_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, b
 
 @settings(max_examples=30, deadline=None)
 @given(
-    seed=seeds, cut=st.integers(0, 6), entrance=entrances, reduction=st.sampled_from(["token-mean", "sequence-mean"])
+    seed=seeds,
+    cut=st.integers(0, 6),
+    entrance=entrances,
+    reduction=st.sampled_from(["token-mean", "sequence-mean"]),
 )
 def test_splitting_a_batch_changes_nothing_under_an_explicit_denominator(
     seed: int, cut: int, entrance: str, reduction: str
@@ -147,7 +155,13 @@ def test_splitting_a_batch_changes_nothing_under_an_explicit_denominator(
     mask = torch.tensor([True, True, True, False, True, True])
     options: dict[str, Any] = {"reduction": reduction}
     whole, gradient = gradient_through(
-        entrance, problem.logits, problem.record(), problem.advantages, loss_mask=mask, sequence_ids=ids, **options
+        entrance,
+        problem.logits,
+        problem.record(),
+        problem.advantages,
+        loss_mask=mask,
+        sequence_ids=ids,
+        **options,
     )
     denominator = oc.global_denominator(mask) if reduction == "token-mean" else 3.0
     parts = []
@@ -167,7 +181,9 @@ def test_splitting_a_batch_changes_nothing_under_an_explicit_denominator(
 def test_columns_of_padding_are_never_read_and_receive_nothing(entrance: str) -> None:
     problem = Problem(seed=1)
     options = {"correction": oc.Correction(oc.ClampedIS()), "entropy_coef": 0.2}
-    out, gradient = gradient_through(entrance, problem.logits, problem.record(), problem.advantages, **options)
+    out, gradient = gradient_through(
+        entrance, problem.logits, problem.record(), problem.advantages, **options
+    )
     padded = torch.cat([problem.logits, torch.full((6, 5), torch.nan, dtype=torch.float64)], 1)
     again, wide = gradient_through(
         entrance, padded, problem.record(), problem.advantages, vocab_size=11, **options
@@ -195,8 +211,12 @@ def test_strided_logits_give_the_same_gradient(layout: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["head", "support"])
-@pytest.mark.parametrize("dtype,factor", [(torch.float32, 0.0), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
-def test_low_precision_inputs_cost_one_rounding_of_the_gradient(kind: str, dtype: torch.dtype, factor: float) -> None:
+@pytest.mark.parametrize(
+    "dtype,factor", [(torch.float32, 0.0), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)]
+)
+def test_low_precision_inputs_cost_one_rounding_of_the_gradient(
+    kind: str, dtype: torch.dtype, factor: float
+) -> None:
     """Against fp64 on the *same rounded* logits: arithmetic is fp32, then each gradient element rounds once."""
     problem = Problem(size=16, vocab=301, k=20, kind=kind, seed=6, temperature=1.0)
     low = problem.logits.to(dtype)

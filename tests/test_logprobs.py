@@ -38,7 +38,9 @@ def test_values_and_gradients(kind: str, masked: bool) -> None:
                 spoiled, problem.tokens, problem.candidates, problem.temperature, loss_mask=mask
             )
         else:
-            values = tuple(torch.where(m, v, 0.0) for m, v in zip((mask, owned, mask), dense(problem, leaf), strict=True))
+            values = tuple(
+                torch.where(m, v, 0.0) for m, v in zip((mask, owned, mask), dense(problem, leaf), strict=True)
+            )
         sum((u * v).sum() for u, v in zip(upstream, values, strict=True)).backward()
         results.append((*[v.detach() for v in values], leaf.grad))
     for left, right in zip(*results, strict=True):
@@ -77,7 +79,7 @@ def test_without_candidates() -> None:
 def test_gradcheck() -> None:
     problem = Problem(size=4, vocab=7, seed=9)
     leaf = problem.logits.clone().requires_grad_()
-    call = lambda z: oc.selected_logprobs(z, problem.tokens, problem.candidates, problem.temperature)  # noqa: E731
+    call = lambda z: oc.selected_logprobs(z, problem.tokens, problem.candidates, problem.temperature)
     assert torch.autograd.gradcheck(call, leaf)
 
 
@@ -102,7 +104,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(oc.RecordError, match="outside"):
         oc.selected_logprobs(problem.logits, problem.tokens + 11)
     with pytest.raises(oc.RecordError, match="absent from its complete set"):
-        oc.selected_logprobs(problem.logits, (problem.tokens + 1) % 11, Problem(seed=9, kind="support", k=1).candidates)
+        oc.selected_logprobs(
+            problem.logits, (problem.tokens + 1) % 11, Problem(seed=9, kind="support", k=1).candidates
+        )
     with pytest.raises(ValueError, match=r"tokens must be \[T\]"):
         oc.selected_logprobs(problem.logits, problem.tokens[:2])
     with pytest.raises(ValueError, match=r"floating \[T, V\]"):

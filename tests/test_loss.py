@@ -38,7 +38,10 @@ def test_reductions_by_hand(entrance: str) -> None:
         )
         torch.testing.assert_close(out.loss.detach(), value)
     for denominator in (8, 8.0, torch.tensor(8.0)):
-        for reduction, total in (("token-mean", expected["sum"]), ("sequence-mean", 2 * expected["sequence-mean"])):
+        for reduction, total in (
+            ("token-mean", expected["sum"]),
+            ("sequence-mean", 2 * expected["sequence-mean"]),
+        ):
             out, _ = gradient_through(
                 entrance, problem.logits, problem.record(), problem.advantages,
                 reduction=reduction, denominator=denominator, **options,
@@ -50,7 +53,7 @@ def test_reductions_by_hand(entrance: str) -> None:
 def test_rejected_tokens_stay_in_the_denominator_unless_kept_is_asked_for(entrance: str) -> None:
     problem = Problem(seed=3, kind="head")
     correction = oc.Correction(oc.MaskedIS(0.7, 1.4))
-    call = lambda **o: gradient_through(  # noqa: E731
+    call = lambda **o: gradient_through(
         entrance, problem.logits, problem.record(), problem.advantages, correction=correction, **o
     )
     total, summed = call(reduction="sum")
@@ -69,7 +72,9 @@ def test_a_dropped_sequence_is_silent_and_stays_in_the_denominator(entrance: str
     problem = Problem(seed=4)
     keep = torch.tensor([True, True, True, False])
     options: dict[str, Any] = {"sequence_ids": IDS, "reduction": reduction, "entropy_coef": 0.1}
-    _, everything = gradient_through(entrance, problem.logits, problem.record(), problem.advantages, **options)
+    _, everything = gradient_through(
+        entrance, problem.logits, problem.record(), problem.advantages, **options
+    )
     out, gradient = gradient_through(
         entrance, problem.logits, problem.record(), problem.advantages, sequence_keep=keep, **options
     )
@@ -167,11 +172,13 @@ def test_backward_twice() -> None:
     (again,) = torch.autograd.grad(out.loss, leaf, retain_graph=True)
     torch.testing.assert_close(once, 2 * again)
     torch.autograd.grad(out.loss, leaf)
-    with pytest.raises(RuntimeError, match="handed over in an earlier backward|backward through the graph a second"):
+    with pytest.raises(
+        RuntimeError, match=r"handed over in an earlier backward|backward through the graph a second"
+    ):
         torch.autograd.grad(out.loss, leaf)
     out = oc.policy_loss(leaf, problem.record(), problem.advantages)
     (first,) = torch.autograd.grad(out.loss, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         first.sum().backward()
 
 
@@ -200,7 +207,7 @@ def test_autocast_does_not_reach_the_arithmetic(entrance: str) -> None:
 def test_gradients_survive_checkpointing() -> None:
     problem = Problem(seed=2)
     leaf = problem.logits.clone().requires_grad_()
-    run = lambda z: oc.policy_loss(z * 1.0, problem.record(), problem.advantages).loss  # noqa: E731
+    run = lambda z: oc.policy_loss(z * 1.0, problem.record(), problem.advantages).loss
     (expected,) = torch.autograd.grad(run(leaf), leaf)
     (ours,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(run, leaf, use_reentrant=False), leaf)
     torch.testing.assert_close(ours, expected)
@@ -297,7 +304,9 @@ def test_refusals_of_single_entrances() -> None:
         oc.policy_loss_from_logprobs(logp, candidate_logp[:3], record, advantages)
     with pytest.raises(oc.RecordError, match="do not sum to 1") as caught:
         mask = torch.tensor([False, False, True, True, True, True])
-        oc.policy_loss_from_logprobs(logp, candidate_logp, record, advantages, loss_mask=mask, sequence_ids=IDS)
+        oc.policy_loss_from_logprobs(
+            logp, candidate_logp, record, advantages, loss_mask=mask, sequence_ids=IDS
+        )
     assert (caught.value.token, caught.value.sample) == (2, 3)
     with pytest.raises(TypeError):
         oc.policy_loss(logits, record, advantages, temperature=1.0)

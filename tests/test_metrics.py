@@ -29,7 +29,11 @@ def test_values_by_hand() -> None:
     assert values["ess"] == pytest.approx(121 / 268)
     assert values["kl_k1"] == pytest.approx(-math.log(8) / 4)
     assert values["kl_k3"] == pytest.approx((7 - math.log(8)) / 4)
-    assert values["out_of_band"] == 0.25 and values["kept"] == 0.75 and values["mean_ratio"] == pytest.approx(11 / 4)
+    assert (
+        values["out_of_band"] == 0.25
+        and values["kept"] == 0.75
+        and values["mean_ratio"] == pytest.approx(11 / 4)
+    )
     assert oc.metrics.summarize(out.tokens, record, band=(0.2, 8.0 + 1e-9))["out_of_band"] == 0.0
     assert math.isnan(values["sampler_head_mass"]) and math.isnan(values["certificate"])
 
@@ -37,10 +41,10 @@ def test_values_by_hand() -> None:
 def test_the_k3_estimate_is_the_divergence_in_expectation() -> None:
     p, q = torch.tensor([1 / 2, 1 / 3, 1 / 6]).double(), torch.tensor([1 / 6, 1 / 3, 1 / 2]).double()
     record = oc.SamplerRecord(torch.arange(3), q.log())
-    out = oc.policy_loss(p.log().repeat(3, 1), record, torch.ones(3), correction=oc.Correction.from_name("none"))
-    each = [
-        oc.metrics.summarize(out.tokens, record, loss_mask=torch.arange(3) == y) for y in range(3)
-    ]
+    out = oc.policy_loss(
+        p.log().repeat(3, 1), record, torch.ones(3), correction=oc.Correction.from_name("none")
+    )
+    each = [oc.metrics.summarize(out.tokens, record, loss_mask=torch.arange(3) == y) for y in range(3)]
     for key in ("kl_k1", "kl_k3"):
         assert sum(float(q[y]) * each[y][key] for y in range(3)) == pytest.approx(0.3662041)
 

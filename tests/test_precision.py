@@ -84,8 +84,12 @@ def test_an_impossible_candidate_with_coefficient_zero_is_silent(entrance: str, 
 
 def test_a_reference_example_with_a_padded_column_at_minus_infinity() -> None:
     p, q = torch.tensor([[0.6, 0.4, 0.0]]).log(), torch.tensor([0.5, 0.5, 0.0]).log()
-    record = oc.SamplerRecord(torch.tensor([0]), q[:1], oc.CandidateSet.from_topk(torch.arange(3)[None], q[None]))
-    out, gradient = gradient_through("logits", p, record, torch.ones(1), correction=oc.Correction.from_name("sc"))
+    record = oc.SamplerRecord(
+        torch.tensor([0]), q[:1], oc.CandidateSet.from_topk(torch.arange(3)[None], q[None])
+    )
+    out, gradient = gradient_through(
+        "logits", p, record, torch.ones(1), correction=oc.Correction.from_name("sc")
+    )
     assert out.loss.item() == pytest.approx(0.47028, abs=1e-5)
     torch.testing.assert_close(gradient[0], torch.tensor([-0.5, 0.5, 0.0]))
 
@@ -107,13 +111,20 @@ def test_unusable_logits_are_named(entrance: str, row: list[float], words: str) 
         pytest.skip("an identity head would spread a non-finite hidden state over every logit")
     q = torch.tensor([0.5, 0.3, 0.2]).log()
     record = oc.SamplerRecord(
-        torch.tensor([0, 0]), q[:1].repeat(2), oc.CandidateSet.from_topk(torch.arange(3).repeat(2, 1), q.repeat(2, 1))
+        torch.tensor([0, 0]),
+        q[:1].repeat(2),
+        oc.CandidateSet.from_topk(torch.arange(3).repeat(2, 1), q.repeat(2, 1)),
     )
     options = {"correction": oc.Correction.from_name("sc"), "sequence_ids": torch.tensor([3, 9])}
     with pytest.raises(ValueError, match=f"sample 9, token 1.*{words}"):
         gradient_through(entrance, logits, record, torch.ones(2), **options)
     clean, expected = gradient_through(
-        entrance, logits[:1], record.select(torch.tensor([0])), torch.ones(1), reduction="none", **{"correction": options["correction"]}
+        entrance,
+        logits[:1],
+        record.select(torch.tensor([0])),
+        torch.ones(1),
+        reduction="none",
+        **{"correction": options["correction"]},
     )
     out, gradient = gradient_through(
         entrance, logits, record, torch.ones(2), reduction="none", validate=False, **options
@@ -125,7 +136,9 @@ def test_unusable_logits_are_named(entrance: str, row: list[float], words: str) 
 @pytest.mark.parametrize("weight", ["mis", "sc+mis"])
 def test_a_nan_row_is_never_swallowed_by_a_weight_of_zero(weight: str) -> None:
     q = torch.tensor([0.5, 0.3, 0.2]).log()
-    record = oc.SamplerRecord(torch.tensor([0]), q[:1], oc.CandidateSet.from_topk(torch.arange(3)[None], q[None]))
+    record = oc.SamplerRecord(
+        torch.tensor([0]), q[:1], oc.CandidateSet.from_topk(torch.arange(3)[None], q[None])
+    )
     out = oc.policy_loss(
         torch.tensor([[0.0, torch.nan, 0.0]]), record, torch.ones(1), correction=oc.Correction.from_name(weight),
         validate=False,

@@ -47,35 +47,62 @@ CANDIDATES = good().candidates
 assert CANDIDATES is not None and CANDIDATES.logprobs is not None
 FAULTS = {
     "sampled token absent from a complete set": (
-        good(tokens=torch.tensor([1, 6, 4])), 2, "candidates.ids", "absent from its complete set", "support"),
-    "duplicate id": (with_candidates(ids=torch.tensor([4, 1, 7, 2, 7])), 2, "candidates.ids", "stands twice", "Merge"),
+        good(tokens=torch.tensor([1, 6, 4])),
+        2, "candidates.ids", "absent from its complete set", "support"),
+    "duplicate id": (
+        with_candidates(ids=torch.tensor([4, 1, 7, 2, 7])),
+        2, "candidates.ids", "stands twice", "Merge"),
     "candidate id beyond the vocabulary": (
-        with_candidates(ids=torch.tensor([9, 1, 7, 2, 5])), 0, "candidates.ids", r"outside \[0, 9\)", "padding"),
+        with_candidates(ids=torch.tensor([9, 1, 7, 2, 5])),
+        0, "candidates.ids", r"outside \[0, 9\)", "padding"),
     "candidate id negative": (
-        with_candidates(ids=torch.tensor([-1, 1, 7, 2, 5])), 0, "candidates.ids", "outside", "padding"),
-    "token beyond the vocabulary": (good(tokens=torch.tensor([1, 9, 7])), 1, "tokens", "outside", "Mask"),
-    "token negative": (good(tokens=torch.tensor([1, -1, 7])), 1, "tokens", "outside", "Mask"),
-    "log-prob above 0": (good(logprobs=torch.tensor([-1.2039728, 2e-6, -0.6931472])), 1, "logprobs", "above 0", "Logits"),
-    "log-prob NaN": (good(logprobs=torch.tensor([-1.2039728, torch.nan, -0.6931472])), 1, "logprobs", "not a finite", "mask"),
-    "log-prob −inf": (good(logprobs=torch.tensor([-1.2039728, -torch.inf, -0.6931472])), 1, "logprobs", "not a finite", "mask"),
+        with_candidates(ids=torch.tensor([-1, 1, 7, 2, 5])),
+        0, "candidates.ids", "outside", "padding"),
+    "token beyond the vocabulary": (
+        good(tokens=torch.tensor([1, 9, 7])),
+        1, "tokens", "outside", "Mask"),
+    "token negative": (
+        good(tokens=torch.tensor([1, -1, 7])),
+        1, "tokens", "outside", "Mask"),
+    "log-prob above 0": (
+        good(logprobs=torch.tensor([-1.2039728, 2e-6, -0.6931472])),
+        1, "logprobs", "above 0", "Logits"),
+    "log-prob NaN": (
+        good(logprobs=torch.tensor([-1.2039728, torch.nan, -0.6931472])),
+        1, "logprobs", "not a finite", "mask"),
+    "log-prob −inf": (
+        good(logprobs=torch.tensor([-1.2039728, -torch.inf, -0.6931472])),
+        1, "logprobs", "not a finite", "mask"),
     "candidate NaN": (
-        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, torch.nan)), 0, "candidates.logprobs", "NaN", "log q"),
+        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, torch.nan)),
+        0, "candidates.logprobs", "NaN", "log q"),
     "candidate above 0": (
-        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, 0.1)), 0, "candidates.logprobs", "above 0", "log q"),
+        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, 0.1)),
+        0, "candidates.logprobs", "above 0", "log q"),
     "head above one": (
-        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, -0.3)), 0, "candidates.logprobs", "more than 1", "dup"),
+        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 0, -0.3)),
+        0, "candidates.logprobs", "more than 1", "dup"),
     "complete set below one": (
-        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 4, -1.5)), 2, "candidates.logprobs", "not sum to 1", "post"),
+        with_candidates(logprobs=set_at(CANDIDATES.logprobs, 4, -1.5)),
+        2, "candidates.logprobs", "not sum to 1", "post"),
     "sampled token's entry differs": (
-        good(logprobs=torch.tensor([-1.3, -4.6, -0.6931])), 0, "candidates.logprobs", "differs from its entry", "log q"),
+        good(logprobs=torch.tensor([-1.3, -4.6, -0.6931])),
+        0, "candidates.logprobs", "differs from its entry", "log q"),
     "temperature zero": (
-        good(temperature=torch.tensor([1.0, 0.0, 1.0])), 1, "temperature", "positive and finite", "Greedy"),
-    "group without a name": (good(group=torch.tensor([0, 1, 2])), 2, "group", r"outside \[0, 2\)", "group_names"),
-    "weight version below −1": (good(weight_version=torch.tensor([0, -2, 0])), 1, "weight_version", "outside", "-1"),
+        good(temperature=torch.tensor([1.0, 0.0, 1.0])),
+        1, "temperature", "positive and finite", "Greedy"),
+    "group without a name": (
+        good(group=torch.tensor([0, 1, 2])),
+        2, "group", r"outside \[0, 2\)", "group_names"),
+    "weight version below −1": (
+        good(weight_version=torch.tensor([0, -2, 0])),
+        1, "weight_version", "outside", "-1"),
     "offsets that fall": (
-        with_candidates(offsets=torch.tensor([0, 3, 2, 5])), 2, "candidates.offsets", "not CSR", "never fall"),
+        with_candidates(offsets=torch.tensor([0, 3, 2, 5])),
+        2, "candidates.offsets", "not CSR", "never fall"),
     "offsets that end early": (
-        with_candidates(offsets=torch.tensor([0, 2, 2, 4])), 3, "candidates.offsets", "not CSR", "end at"),
+        with_candidates(offsets=torch.tensor([0, 2, 2, 4])),
+        3, "candidates.offsets", "not CSR", "end at"),
 }  # fmt: skip
 
 
@@ -105,13 +132,15 @@ def test_every_entrance_refuses_before_any_gradient(name: str, entrance: str) ->
     logits = torch.zeros(3, 9, requires_grad=True)
     options = {"correction": oc.Correction(center=False), "vocab_size": 9}
     if entrance == "logprobs":
-        call = lambda: oc.policy_loss_from_logprobs(  # noqa: E731
+        call = lambda: oc.policy_loss_from_logprobs(
             torch.full((3,), -1.0), torch.full((5,), -1.0), record, torch.ones(3), **options
         )
     elif entrance == "hidden":
-        call = lambda: oc.policy_loss_from_hidden(logits, torch.eye(9), record, torch.ones(3), **options)  # noqa: E731
+        call = lambda: oc.policy_loss_from_hidden(logits, torch.eye(9), record, torch.ones(3), **options)
     else:
-        call = lambda: oc.policy_loss(logits * 1, record, torch.ones(3), inplace=entrance == "inplace", **options)  # noqa: E731
+        call = lambda: oc.policy_loss(
+            logits * 1, record, torch.ones(3), inplace=entrance == "inplace", **options
+        )
     with pytest.raises(oc.RecordError):
         call()
 
@@ -175,8 +204,10 @@ def test_ids_alone_can_be_replayed() -> None:
         problem.record(), candidates=dataclasses.replace(problem.candidates, logprobs=None)
     )
     correction = oc.Correction.from_name("mis")
-    ours, gradient = gradient_through("logits", problem.logits, record, problem.advantages, correction=correction)
-    full, expected = gradient_through(
+    ours, gradient = gradient_through(
+        "logits", problem.logits, record, problem.advantages, correction=correction
+    )
+    _, expected = gradient_through(
         "logits", problem.logits, problem.record(), problem.advantages, correction=correction
     )
     torch.testing.assert_close(gradient, expected)
@@ -205,7 +236,7 @@ def test_ragged_rows_of_every_width_are_searched_for_duplicates() -> None:
     ids = torch.cat([torch.randperm(1000, generator=make)[:n] for n in counts]).int()
     complete = torch.zeros(11, dtype=torch.bool)
     logq = torch.full((int(counts.sum()),), -9.0)
-    record = lambda i: oc.SamplerRecord(  # noqa: E731
+    record = lambda i: oc.SamplerRecord(
         torch.full((11,), 999_999), None, oc.CandidateSet(i, logq, offsets, complete)
     )
     record(ids).validate()
@@ -241,7 +272,9 @@ def test_concat_merges_names_and_fills_what_may_be_missing() -> None:
     assert both.weight_version.tolist() == [-1, 3, 4, 4, 5, -1]
     torch.testing.assert_close(both.temperature, torch.tensor([1.0, 0.7, 1.3, 0.5, 0.5, 0.5]))
     assert both.candidates.offsets.tolist() == [0, 2, 2, 5, 5, 5, 5]
-    assert oc.SamplerRecord.concat([good(weight_version=None), good()]).weight_version.tolist()[:3] == [-1] * 3
+    assert (
+        oc.SamplerRecord.concat([good(weight_version=None), good()]).weight_version.tolist()[:3] == [-1] * 3
+    )
     for broken in (good(logprobs=None), good(group=None)):
         with pytest.raises(ValueError, match="some records have"):
             oc.SamplerRecord.concat([good(), broken])

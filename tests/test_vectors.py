@@ -12,7 +12,9 @@ from support import ENTRANCES, gradient_through
 
 import offpolicy_corr as oc
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "corrections.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "corrections.json").read_text())[
+    "cases"
+]
 RULES = {
     "none": oc.Unweighted,
     "tis": oc.TruncatedIS,

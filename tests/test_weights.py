@@ -39,7 +39,12 @@ def test_values(rule: oc.WeightRule, expected: list[float]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_band_includes_its_rounded_bounds(dtype: torch.dtype) -> None:
     bounds = torch.tensor([math.log(0.5), math.log(5.0)], dtype=dtype)
-    beyond = torch.stack([bounds[0].nextafter(torch.tensor(-9.0, dtype=dtype)), bounds[1].nextafter(torch.tensor(9.0, dtype=dtype))])
+    beyond = torch.stack(
+        [
+            bounds[0].nextafter(torch.tensor(-9.0, dtype=dtype)),
+            bounds[1].nextafter(torch.tensor(9.0, dtype=dtype)),
+        ]
+    )
     rule = oc.MaskedIS(0.5, 5.0)
     assert (rule.weight(bounds, torch.ones(2)) > 0).all()
     assert (rule.weight(beyond, torch.ones(2)) == 0).all()
@@ -60,7 +65,9 @@ signs = st.sampled_from([1.0, -1.0])
 @given(rule=st.sampled_from(RULES), logp=logs, logq=logs, sign=signs)
 def test_weighted_prob_is_q_times_f(rule: oc.WeightRule, logp: float, logq: float, sign: float) -> None:
     p, q, a = (torch.tensor([x], dtype=torch.float64) for x in (logp, logq, sign))
-    torch.testing.assert_close(rule.weighted_prob(p, q, a), q.exp() * rule.weight(p - q, a), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        rule.weighted_prob(p, q, a), q.exp() * rule.weight(p - q, a), rtol=1e-12, atol=0
+    )
 
 
 @given(rule=st.sampled_from(RULES), log_rho=st.floats(-10.0, 10.0), sign=signs)
@@ -69,9 +76,17 @@ def test_tail_scale_is_rho_times_f_of_its_inverse(rule: oc.WeightRule, log_rho: 
     torch.testing.assert_close(rule.tail_scale(rho, a), rho * rule.weight(-rho.log(), a), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("rule", [*RULES, oc.ClampedIS(0.0, math.inf), oc.MaskedIS(0.0, math.inf), oc.TruncatedIS(math.inf)], ids=repr)
-@pytest.mark.parametrize("logp,logq", [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf), (0.0, -1e4), (-1e4, 0.0)])
-def test_weighted_prob_is_finite_whatever_is_impossible(rule: oc.WeightRule, logp: float, logq: float) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [*RULES, oc.ClampedIS(0.0, math.inf), oc.MaskedIS(0.0, math.inf), oc.TruncatedIS(math.inf)],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "logp,logq", [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf), (0.0, -1e4), (-1e4, 0.0)]
+)
+def test_weighted_prob_is_finite_whatever_is_impossible(
+    rule: oc.WeightRule, logp: float, logq: float
+) -> None:
     value = rule.weighted_prob(torch.tensor([logp]), torch.tensor([logq]), torch.ones(1))
     assert value.isfinite().all() and 0 <= value.item() <= 1
 
@@ -100,7 +115,9 @@ def test_bounds_out_of_order_are_refused(make) -> None:  # type: ignore[no-untyp
 
 def test_names() -> None:
     assert oc.Correction.from_name("sc+mis") == oc.Correction()
-    assert oc.Correction.from_name("sc") == oc.Correction.from_name("sc+none") == oc.Correction(oc.Unweighted())
+    assert (
+        oc.Correction.from_name("sc") == oc.Correction.from_name("sc+none") == oc.Correction(oc.Unweighted())
+    )
     assert oc.Correction.from_name("mis", low=0.2) == oc.Correction(oc.MaskedIS(0.2, 5.0), center=False)
     assert oc.Correction.from_name("sc+tis", cap=3.0).weight == oc.TruncatedIS(3.0)
     assert oc.Correction.from_name("ppo", high=0.3).weight == oc.PPOClip(0.2, 0.3)

@@ -1,0 +1,54 @@
+# One way to run each thing. Every target creates the environment it needs; nothing outside .venv is touched.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help demo test test-gpu lint format bench clean
+
+help:
+	@echo "make demo     a small language model trained on a mixed-precision sampler fleet (QUICK=1: the short form)"
+	@echo "make test     every test that needs no GPU"
+	@echo "make test-gpu the kernel tests on this machine's GPU"
+	@echo "make bench    kernel microbenchmarks (BENCH='--cpu' or '--static' without a GPU)"
+	@echo "make lint     ruff and mypy"
+
+# torch first and alone: what is installed after it then finds its own requirement met
+$(VENV)/torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@touch $@
+
+$(VENV)/demo: $(VENV)/torch pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
+	@touch $@
+
+# strict: links in place of an import hook, so that mypy too sees the packages that live beside offpolicy_corr
+$(VENV)/dev: $(VENV)/torch pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]" --config-settings editable_mode=strict
+	@touch $@
+
+demo: $(VENV)/demo
+	$(BIN)/python -m examples.mixed_fleet
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-gpu: $(VENV)/dev
+	$(BIN)/python -m pytest -m gpu
+
+# from docs/, where no folder is called offpolicy_corr: mypy would take it for the whole package
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd docs && ../$(BIN)/mypy --config-file ../pyproject.toml -p offpolicy_corr
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev
+	$(BIN)/offpolicy-corr bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
