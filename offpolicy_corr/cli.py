@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         rest = [word for word in words[1:] if word != "--cpu"]
         return _run("offpolicy_corr.benchmarks.cpu" if on_cpu else "offpolicy_corr.benchmarks.kernels", "main", rest)
     if words[:2] == ["miles", "check"]:
-        return _run("offpolicy_corr.integrations.miles_check", "check_main", words[2:])
+        return _run("offpolicy_corr.integrations.miles.check", "check_main", words[2:])
     if words == ["--version"]:
         from . import __version__
 

@@ -53,7 +53,9 @@ class Correction:
         rule_name = "none" if name == "sc" else name.removeprefix("sc+")
         rule = _RULES.get(rule_name)
         if rule is None:
-            raise ValueError(f"unknown correction {name!r}: use one of {', '.join(_RULES)}, or 'sc+' before it")
+            raise ValueError(
+                f"unknown correction {name!r}: use one of {', '.join(_RULES)}, or 'sc+' before it"
+            )
         own = {"tail_floor": overrides.pop("tail_floor")} if "tail_floor" in overrides else {}
         known = [f.name for f in fields(rule)]  # type: ignore[arg-type]
         unknown = sorted(set(overrides) - set(known))

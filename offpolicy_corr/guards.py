@@ -120,7 +120,9 @@ def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
 def _sums(values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum over each sequence's trained tokens and their count, fp64 ``[number of sequences]``."""
     if values.shape != sequence_ids.shape:
-        raise ValueError(f"lengths disagree: {tuple(values.shape)} and sequence_ids {tuple(sequence_ids.shape)}")
+        raise ValueError(
+            f"lengths disagree: {tuple(values.shape)} and sequence_ids {tuple(sequence_ids.shape)}"
+        )
     trained = as_mask(loss_mask, sequence_ids)
     trained = torch.ones_like(sequence_ids, dtype=torch.bool) if trained is None else trained
     if bool((trained & (sequence_ids < 0)).any()):

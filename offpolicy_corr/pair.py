@@ -47,7 +47,9 @@ def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tenso
     if rows is None:
         return trainer.token, trainer.candidates, trainer.entropy, saved
     nnz = 0 if terms.candidates is None else terms.candidates.ids.numel()
-    logp, entropy = (trainer.token.new_zeros(len(terms)).index_copy_(0, rows, v) for v in (trainer.token, trainer.entropy))
+    logp, entropy = (
+        trainer.token.new_zeros(len(terms)).index_copy_(0, rows, v) for v in (trainer.token, trainer.entropy)
+    )
     return logp, trainer.candidates.new_zeros(nnz).index_copy_(0, owned, trainer.candidates), entropy, saved
 
 
@@ -61,7 +63,7 @@ def backward(
     on_token, on_candidates, on_entropy = (u.to(dtype) for u in upstream)
     if rows is not None:
         on_token, on_candidates, on_entropy = on_token[rows], on_candidates[owned], on_entropy[rows]
-    whole = _row_gradient(terms, saved, on_token, on_candidates, on_entropy)
+    whole = row_gradient(terms, saved, on_token, on_candidates, on_entropy)
     gradient = torch.empty_like(logits)
     clear(gradient, selection.shard, selection.trained if rows is not None else None)
     columns, target = (t[:, : selection.shard.width] for t in (logits, gradient))
@@ -74,7 +76,7 @@ def backward(
     return gradient
 
 
-def _row_gradient(
+def row_gradient(
     terms: Terms, saved: Saved, on_token: Tensor, on_candidates: Tensor, on_entropy: Tensor
 ) -> RowGradient:
     pull, bonus, values = on_token, -on_entropy, saved.candidate_logp

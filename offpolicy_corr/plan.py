@@ -164,7 +164,9 @@ def _check_needs(record: SamplerRecord, correction: Correction) -> None:
         raise RecordError("a centred loss needs candidates", field="candidates", remedy=remedy)
     if record.candidates.logprobs is None:
         remedy = "Ids alone can be replayed: record their log-probs too, or use center=False."
-        raise RecordError("a centred loss needs log-probs of candidates", field="candidates.logprobs", remedy=remedy)
+        raise RecordError(
+            "a centred loss needs log-probs of candidates", field="candidates.logprobs", remedy=remedy
+        )
 
 
 def _check_values(

@@ -32,7 +32,9 @@ class VocabShard:
         held = columns * ranks
         vocab_size = held if vocab_size is None else vocab_size
         if not 0 < vocab_size <= held:
-            raise ValueError(f"vocab_size must lie in [1, {held}], the columns of the logits; got {vocab_size}")
+            raise ValueError(
+                f"vocab_size must lie in [1, {held}], the columns of the logits; got {vocab_size}"
+            )
         first_id = 0 if group is None else columns * dist.get_rank(group)
         return cls(first_id, min(max(vocab_size - first_id, 0), columns), vocab_size, group)
 

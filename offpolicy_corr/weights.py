@@ -52,7 +52,9 @@ class WeightRule(Protocol):
 
 def _check_bounds(low: float, high: float) -> None:
     if not (0.0 <= low <= high) or math.isinf(low):
-        raise ValueError(f"bounds must satisfy 0 <= low <= high with a finite low, got low={low}, high={high}")
+        raise ValueError(
+            f"bounds must satisfy 0 <= low <= high with a finite low, got low={low}, high={high}"
+        )
 
 
 def _log(value: float) -> float:

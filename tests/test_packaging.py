@@ -63,7 +63,7 @@ def test_the_console_script_answers(tmp_path: Path) -> None:
 def test_the_core_imports_nothing_but_torch_and_numpy() -> None:
     code = (
         "import sys\n"
-        "for name in ('triton', 'transformers', 'matplotlib', 'yaml', 'orjson', 'pyarrow', 'safetensors', 'pybase64'):\n"
+        "for name in 'triton transformers matplotlib yaml orjson pyarrow safetensors pybase64'.split():\n"
         "    sys.modules[name] = None\n"
         "import torch, offpolicy_corr as oc\n"
         "record = oc.SamplerRecord(torch.tensor([0]), torch.tensor([-0.7]))\n"
