@@ -7,6 +7,7 @@ cut into chunks, concatenate) and never by the offsets that the adapter computes
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from argparse import Namespace
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from miles_problem import Problem, expected, make_problem
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import offpolicy_corr as oc
+__all__ = ["Problem", "expected", "make_problem"]  # the other half, for tests that import one module
 
 MILES_SRC = os.environ.get("MILES_SRC")
 PAD_MULTIPLE = 8
@@ -69,97 +71,17 @@ def _install_real(state: State) -> None:
         sys.path.insert(0, str(MILES_SRC))
     from miles.backends.training_utils import parallel
 
-    make = lambda d: parallel.GroupInfo(rank=d.rank, size=d.size, group=d.group)  # noqa: E731
+    make = lambda d: parallel.GroupInfo(rank=d.rank, size=d.size, group=d.group)
     one = Dimension(0, 1)
     dims = {"tp": state.tp, "cp": state.cp, "intra_dp": state.intra_dp, "intra_dp_cp": state.intra_dp_cp}
     dims |= {name: one for name in ("pp", "ep", "etp", "indep_dp")}
     known = parallel.ParallelState.__dataclass_fields__
     real = parallel.ParallelState(
-        **{name: make(d) for name, d in dims.items() if name in known}, is_pp_last_stage=state.is_pp_last_stage
+        **{name: make(d) for name, d in dims.items() if name in known},
+        is_pp_last_stage=state.is_pp_last_stage,
     )
-    setter = getattr(parallel, "set_parallel_state")
+    setter = parallel.set_parallel_state
     setter(real)
-
-
-@dataclass
-class Problem:
-    """A micro-batch seen whole. Lists have one entry per sample; per-token entries cover the full response."""
-
-    prompts: list[int]
-    responses: list[int]
-    vocab: int
-    logits: list[Tensor]  # [total, V], raw, before temperature
-    tokens: list[Tensor]  # [total]
-    masks: list[Tensor]  # [response]
-    rollout: list[Tensor]  # [response], log q
-    advantages: list[Tensor]
-    reference: list[Tensor]
-    head_ids: list[np.ndarray]  # [response, K], −1 unused
-    head_logprobs: list[np.ndarray]
-    support_ids: list[np.ndarray]
-    support_offsets: list[np.ndarray]
-    support_logprobs: list[np.ndarray]
-    support_rollout: list[Tensor]  # log q over the support
-
-    @property
-    def totals(self) -> list[int]:
-        return [p + r for p, r in zip(self.prompts, self.responses, strict=True)]
-
-
-def make_problem(
-    seed: int = 0,
-    prompts: tuple[int, ...] = (3, 2, 5),
-    responses: tuple[int, ...] = (6, 9, 4),
-    vocab: int = 23,
-    head: int = 4,
-    temperature: float = 1.0,
-    noise: float = 0.4,
-    dtype: torch.dtype = torch.float64,
-) -> Problem:
-    """Random trainer and sampler policies that differ by ``noise`` in the logits; tool tokens masked, garbage there."""
-    g = torch.Generator().manual_seed(seed)
-    p = Problem(list(prompts), list(responses), vocab, *([] for _ in range(12)))  # type: ignore[arg-type]
-    for prompt, response in zip(prompts, responses, strict=True):
-        total = prompt + response
-        logits = torch.randn(total, vocab, generator=g, dtype=torch.float64) * 1.5
-        sampler = logits + noise * torch.randn(total, vocab, generator=g, dtype=torch.float64)
-        logq = (sampler / temperature).log_softmax(-1)[prompt - 1 : total - 1]
-        ids, lengths, support_logq = [], [], []
-        order = logq.argsort(-1, descending=True)
-        drawn = []
-        for t in range(response):
-            size = 1 + int(torch.randint(0, 6, (), generator=g))
-            support = order[t, :size]
-            over_s = logq[t, support].log_softmax(0)
-            pick = int(torch.multinomial(over_s.exp(), 1, generator=g))
-            drawn.append(int(support[pick]))
-            ids.append(support.numpy().astype(np.int32))
-            lengths.append(size)
-            support_logq.append(over_s.float().numpy())
-        drawn_t = torch.tensor(drawn, dtype=torch.int64)
-        mask = (torch.rand(response, generator=g) > 0.2).int()
-        mask[0] = 1
-        rollout = logq.gather(1, drawn_t[:, None]).squeeze(1) if response else torch.zeros(0)
-        over = [float(l[list(i).index(d)]) for l, i, d in zip(support_logq, ids, drawn, strict=True)]
-        garbage = torch.tensor([float("nan"), 0.0, float("-inf"), -9999.0])[torch.arange(response) % 4]
-        prompt_ids = torch.randint(0, vocab, (prompt,), generator=g)
-        p.logits.append(logits.to(dtype))
-        p.tokens.append(torch.cat([prompt_ids, drawn_t]))
-        p.masks.append(mask)
-        p.rollout.append(torch.where(mask.bool(), rollout.float(), garbage))
-        p.support_rollout.append(torch.where(mask.bool(), torch.tensor(over), garbage))
-        p.advantages.append(torch.randn((), generator=g).expand(response).float().clone())
-        p.reference.append(rollout.float() + 0.1 * torch.randn(response, generator=g))
-        top = order[:, :head].numpy().astype(np.int32)
-        values = np.take_along_axis(logq.numpy(), top.astype(np.int64), 1).astype(np.float32)
-        tool = mask.numpy() == 0
-        top[tool], values[tool] = -1, -np.inf
-        p.head_ids.append(top)
-        p.head_logprobs.append(values)
-        p.support_ids.append(np.concatenate([np.zeros(0, np.int32), *ids]))
-        p.support_offsets.append(np.cumsum([0, *lengths]).astype(np.int64))
-        p.support_logprobs.append(np.concatenate([np.zeros(0, np.float32), *support_logq]))
-    return p
 
 
 def make_args(**overrides: Any) -> Namespace:
@@ -199,7 +121,8 @@ def stream(problem: Problem, args: Namespace, state: State, spare: int = 3) -> l
     bshd = args.qkv_format == "bshd"
     padded = -(-(longest + spare) // PAD_MULTIPLE) * PAD_MULTIPLE if bshd else None
     whole = [
-        torch.stack([torch.full((n,), i, dtype=torch.int64), torch.arange(n)], 1) for i, n in enumerate(problem.totals)
+        torch.stack([torch.full((n,), i, dtype=torch.int64), torch.arange(n)], 1)
+        for i, n in enumerate(problem.totals)
     ]
 
     def fill(rows: Tensor, length: int) -> Tensor:
@@ -229,7 +152,12 @@ def max_seq_len(problem: Problem, spare: int = 3) -> int:
 
 
 def local_logits(
-    problem: Problem, leaves: list[Tensor], args: Namespace, state: State, pad_columns: int = 0, fill: float = 7.5
+    problem: Problem,
+    leaves: list[Tensor],
+    args: Namespace,
+    state: State,
+    pad_columns: int = 0,
+    fill: float = 7.5,
 ) -> Tensor:
     """This rank's logits, differentiable in ``leaves``; rows of padding and pad columns hold ``fill``."""
     width = -(-(problem.vocab + pad_columns) // state.tp.size) * state.tp.size
@@ -272,7 +200,9 @@ def make_batch(
         "total_lengths": list(problem.totals),
         "response_lengths": list(problem.responses),
         "loss_masks": [m.clone() for m in problem.masks],
-        "rollout_log_probs": zigzag(problem, problem.support_rollout if over_support else problem.rollout, args, state),
+        "rollout_log_probs": zigzag(
+            problem, problem.support_rollout if over_support else problem.rollout, args, state
+        ),
         "ref_log_probs": zigzag(problem, problem.reference, args, state) if args.use_kl_loss else None,
         "advantages": zigzag(problem, problem.advantages, args, state),
         "max_seq_lens": [max_seq_len(problem)] * len(problem.prompts) if args.qkv_format == "bshd" else None,
@@ -303,13 +233,15 @@ def _dense(problem: Problem, sample: int) -> tuple[np.ndarray, np.ndarray]:
     width = int(np.diff(offsets).max(initial=1))
     ids = np.full((problem.responses[sample], width), -1, np.int32)
     values = np.full(ids.shape, -np.inf, np.float32)
-    for t, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for t, (begin, end) in enumerate(itertools.pairwise(offsets)):
         ids[t, : end - begin] = problem.support_ids[sample][begin:end]
         values[t, : end - begin] = problem.support_logprobs[sample][begin:end]
     return ids, values
 
 
-def make_reducer(batch: dict[str, Any], args: Namespace, state: State, problem: Problem) -> Callable[[Tensor], Tensor]:
+def make_reducer(
+    batch: dict[str, Any], args: Namespace, state: State, problem: Problem
+) -> Callable[[Tensor], Tensor]:
     """Miles' reducer: Σ over samples of Σ x·mask / max(denominator, 1), or Σ x·mask per token."""
     if MILES_SRC:
         return _real_reducer(batch, args)
@@ -322,7 +254,9 @@ def make_reducer(batch: dict[str, Any], args: Namespace, state: State, problem: 
         parts = x.split(lengths)
         if args.calculate_per_token_loss:
             return sum((x_i * m).sum() for x_i, m in zip(parts, masks, strict=True))  # type: ignore[return-value]
-        return sum((x_i * m).sum() / d.clamp(min=1) for x_i, m, d in zip(parts, masks, denominators, strict=True))  # type: ignore[return-value]
+        return sum(
+            (x_i * m).sum() / d.clamp(min=1) for x_i, m, d in zip(parts, masks, denominators, strict=True)
+        )  # type: ignore[return-value]
 
     return reduce
 
@@ -401,57 +335,15 @@ def loss_function(
         loss = loss * state.cp.size
     count = tokens if args.calculate_per_token_loss else len(batch["response_lengths"])
     values = torch.tensor([float(count), *(float(v) for v in metrics.values())])
-    return loss, torch.as_tensor(tokens if args.calculate_per_token_loss else 1), {"keys": list(metrics), "values": values}
+    return (
+        loss,
+        torch.as_tensor(tokens if args.calculate_per_token_loss else 1),
+        {"keys": list(metrics), "values": values},
+    )
 
 
 def make_leaves(problem: Problem) -> list[Tensor]:
     return [logits.clone().requires_grad_() for logits in problem.logits]
-
-
-def expected(
-    problem: Problem,
-    args: Namespace,
-    candidates: str = "heads",
-    rollout_mask_sums: list[float] | None = None,
-    **core: Any,
-) -> tuple[Tensor, list[Tensor], oc.PolicyLoss]:
-    """Loss and gradients of the whole micro-batch by the core in fp64, on full responses, with explicit means."""
-    leaves = [logits.double().clone().requires_grad_() for logits in problem.logits]
-    rows = torch.cat([leaf[p - 1 : p - 1 + r] for leaf, p, r in zip(leaves, problem.prompts, problem.responses, strict=True)])
-    over_support = candidates not in ("heads", "none")
-    record = oc.SamplerRecord(
-        torch.cat([t[p:] for t, p in zip(problem.tokens, problem.prompts, strict=True)]),
-        torch.cat(problem.support_rollout if over_support else problem.rollout).double(),
-        _candidates(problem, candidates),
-        args.rollout_temperature,
-    )
-    mask = torch.cat(problem.masks).bool()
-    sums = rollout_mask_sums or [float(m.sum()) for m in problem.masks]
-    weights = torch.cat(
-        [
-            torch.full((r,), 1.0 if args.calculate_per_token_loss else 1.0 / max(s, 1.0), dtype=torch.float64)
-            for r, s in zip(problem.responses, sums, strict=True)
-        ]
-    )
-    out = oc.policy_loss(rows, record, torch.cat(problem.advantages).double(), loss_mask=mask, reduction="none", **core)
-    loss = (out.loss * torch.where(mask, weights, 0.0)).sum()
-    loss.backward()
-    return loss.detach(), [leaf.grad for leaf in leaves], out
-
-
-def _candidates(problem: Problem, kind: str) -> oc.CandidateSet | None:
-    if kind == "none":
-        return None
-    sets = []
-    for i in range(len(problem.prompts)):
-        if kind == "heads":
-            ids, values = torch.from_numpy(problem.head_ids[i]), torch.from_numpy(problem.head_logprobs[i])
-            sets.append(oc.CandidateSet.from_topk(ids, values))
-            continue
-        values = None if kind == "ids" else torch.from_numpy(problem.support_logprobs[i])
-        ids, offsets = torch.from_numpy(problem.support_ids[i]), torch.from_numpy(problem.support_offsets[i])
-        sets.append(oc.CandidateSet.from_support(ids, offsets, values))
-    return oc.CandidateSet.concat(sets)
 
 
 def fake_group_state(tp: int, cp: int) -> State:
@@ -468,3 +360,36 @@ def fake_group_state(tp: int, cp: int) -> State:
     )
 
 
+def one_sample(
+    rows: list[list[float]],
+    tokens: list[int],
+    rollout: list[float],
+    args: Any,
+    masks: list[int] | None = None,
+    advantages: list[float] | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """One prompt token, then one response token for each row of logits. Returns loss, metrics, gradient."""
+    from offpolicy_corr.integrations.miles import policy_loss
+
+    install(single())
+    size = len(tokens)
+    logits = torch.tensor([[*rows, [0.0] * len(rows[0])]], dtype=torch.float64, requires_grad=True)
+    batch: dict[str, Any] = {
+        "unconcat_tokens": [torch.tensor([0, *tokens])],
+        "total_lengths": [size + 1],
+        "response_lengths": [size],
+        "loss_masks": [torch.tensor(masks or [1] * size, dtype=torch.int32)],
+        "rollout_log_probs": [torch.tensor(rollout)],
+        "advantages": [torch.tensor(advantages or [1.0] * size)],
+        **extra,
+    }
+    mask = batch["loss_masks"][0]
+    loss, metrics = policy_loss(args, batch, logits, lambda x: (x * mask).sum() / mask.sum().clamp(min=1))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), metrics, gradient[0]
+
+
+def plain(name: str = "none", **more: Any) -> Any:
+    own = {"correction": name, **more.pop("own", {})}
+    return make_args(offpolicy_corr=own, **more)

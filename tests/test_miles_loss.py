@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import miles_double as double
 import numpy as np
 import pytest
 import torch
-
-import miles_double as double
-import offpolicy_corr as oc
 from offpolicy_corr.integrations.miles import policy_loss
+
+import offpolicy_corr as oc
 
 SC = ("sc+mis", "sc+tis", "sc", "mis", "ppo", "none")
 
@@ -49,9 +49,13 @@ def assert_same(got: Any, want: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", ["sc+mis", "mis"])
-def test_every_layout_gives_the_core_s_loss_and_gradient(form: str, cp: int, per_token: bool, name: str) -> None:
+def test_every_layout_gives_the_core_s_loss_and_gradient(
+    form: str, cp: int, per_token: bool, name: str
+) -> None:
     problem = double.make_problem(seed=cp)
-    args = double.make_args(qkv_format=form, calculate_per_token_loss=per_token, offpolicy_corr={"correction": name})
+    args = double.make_args(
+        qkv_format=form, calculate_per_token_loss=per_token, offpolicy_corr={"correction": name}
+    )
     kind = "heads" if name.startswith("sc") else "none"
     want = double.expected(problem, args, kind, correction=oc.Correction.from_name(name))
     assert_same(run(problem, args, kind, cp), want)
@@ -103,7 +107,12 @@ def test_entropy_bonus_and_reference_kl(name: str) -> None:
     problem = double.make_problem(seed=7)
     args = double.make_args(entropy_coef=0.02, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=name)
     want = double.expected(
-        problem, args, entropy_coef=0.02, kl_coef=0.3, kl_estimator=name, ref_logprobs=torch.cat(problem.reference).double()
+        problem,
+        args,
+        entropy_coef=0.02,
+        kl_coef=0.3,
+        kl_estimator=name,
+        ref_logprobs=torch.cat(problem.reference).double(),
     )
     got = run(problem, args, cp=2)
     assert_same(got, want)
@@ -138,18 +147,24 @@ def test_precisions_of_the_backends(dtype: torch.dtype, tolerance: float) -> Non
     # the reference sees the same rounded logits, so the loss itself is good to fp32
     torch.testing.assert_close(got[0].double(), want[0], rtol=2e-5, atol=2e-5)
     for mine, reference in zip(got[1], want[1], strict=True):
-        torch.testing.assert_close(mine.double(), reference, rtol=tolerance, atol=tolerance * float(reference.abs().max()))
+        torch.testing.assert_close(
+            mine.double(), reference, rtol=tolerance, atol=tolerance * float(reference.abs().max())
+        )
 
 
 def test_kept_denominator_gives_each_sample_its_whole_weight() -> None:
     problem = double.make_problem(seed=9, noise=1.5)
     rule = {"correction": "mis", "low": 0.8, "high": 1.25}
     args = double.make_args(offpolicy_corr={**rule, "denominator": "kept"})
-    _, _, out = double.expected(problem, args, "none", correction=oc.Correction.from_name("mis", low=0.8, high=1.25))
+    _, _, out = double.expected(
+        problem, args, "none", correction=oc.Correction.from_name("mis", low=0.8, high=1.25)
+    )
     assert 0 < int(out.tokens.kept.sum()) < int(torch.cat(problem.masks).sum())
     want = sum(
-        float(loss.sum() / kept.sum().clamp(min=1))
-        for loss, kept in zip(out.loss.split(problem.responses), out.tokens.kept.split(problem.responses), strict=True)
+        float(loss.detach().sum() / kept.sum().clamp(min=1))
+        for loss, kept in zip(
+            out.loss.split(problem.responses), out.tokens.kept.split(problem.responses), strict=True
+        )
     )
     got, _, metrics = run(problem, args, "none")
     assert float(got) == pytest.approx(want, rel=1e-9)
@@ -166,7 +181,9 @@ def test_a_guarded_sequence_is_dropped_whole_and_stays_counted() -> None:
     ]
     order = sorted(range(3), key=lambda i: means[i])
     high = np.exp((means[order[1]] + means[order[2]]) / 2)
-    guarded = double.make_args(offpolicy_corr={"guards": {"geometric_mean": {"low": 0.0, "high": float(high)}}})
+    guarded = double.make_args(
+        offpolicy_corr={"guards": {"geometric_mean": {"low": 0.0, "high": float(high)}}}
+    )
     dropped = copy.deepcopy(problem)
     dropped.advantages[order[2]].zero_()
     want = double.expected(dropped, args)
@@ -187,15 +204,26 @@ def test_metrics_are_the_core_s_means() -> None:
 
     ratio = out.tokens.log_ratio.exp()
     assert float(metrics["offpolicy_corr/kl_k1"]) == pytest.approx(mean(-out.tokens.log_ratio), rel=1e-6)
-    assert float(metrics["offpolicy_corr/out_of_band"]) == pytest.approx(mean((ratio < 0.8) | (ratio > 1.25)), rel=1e-6)
+    assert float(metrics["offpolicy_corr/out_of_band"]) == pytest.approx(
+        mean((ratio < 0.8) | (ratio > 1.25)), rel=1e-6
+    )
     assert float(metrics["offpolicy_corr/kept"]) == pytest.approx(mean(out.tokens.kept), rel=1e-6)
-    assert float(metrics["offpolicy_corr/trainer_head_mass"]) == pytest.approx(mean(out.tokens.trainer_head_mass), rel=1e-6)
-    assert float(metrics["train_rollout_logprob_abs_diff"]) == pytest.approx(mean(out.tokens.log_ratio.abs()), rel=1e-6)
+    assert float(metrics["offpolicy_corr/trainer_head_mass"]) == pytest.approx(
+        mean(out.tokens.trainer_head_mass), rel=1e-6
+    )
+    assert float(metrics["train_rollout_logprob_abs_diff"]) == pytest.approx(
+        mean(out.tokens.log_ratio.abs()), rel=1e-6
+    )
     assert float(metrics["train_rollout_logprob_abs_diff"]) > 0.1
 
 
 def test_keys_never_depend_on_the_data() -> None:
-    args = double.make_args(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.0, offpolicy_corr={"guards": {"outlier": {"low": 0.1, "high": 9}}})
+    args = double.make_args(
+        entropy_coef=0.1,
+        use_kl_loss=True,
+        kl_loss_coef=0.0,
+        offpolicy_corr={"guards": {"outlier": {"low": 0.1, "high": 9}}},
+    )
     problem = double.make_problem()
     masked = copy.deepcopy(problem)
     for mask in masked.masks:
@@ -217,7 +245,9 @@ def test_groups_split_the_same_means() -> None:
     for key in ("kl_k1", "kept", "out_of_band"):
         parts = sum(float(metrics[f"offpolicy_corr/group/{name}/{key}"]) for name in ("b200", "h100"))
         assert parts == pytest.approx(float(metrics[f"offpolicy_corr/{key}"]), abs=1e-9)
-    assert sum(float(metrics[f"offpolicy_corr/group/{n}/tokens"]) for n in ("b200", "h100")) == pytest.approx(3.0)
+    assert sum(float(metrics[f"offpolicy_corr/group/{n}/tokens"]) for n in ("b200", "h100")) == pytest.approx(
+        3.0
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -252,7 +282,9 @@ def test_inputs_are_bit_identical_after_the_call() -> None:
     for key, value in before.items():
         if isinstance(value, list):
             for mine, old in zip(batch[key], value, strict=True):
-                assert np.array_equal(np.asarray(mine), np.asarray(old), equal_nan=np.asarray(old).dtype.kind == "f"), key
+                assert np.array_equal(
+                    np.asarray(mine), np.asarray(old), equal_nan=np.asarray(old).dtype.kind == "f"
+                ), key
 
 
 def test_inplace_writes_the_gradient_over_the_logits() -> None:

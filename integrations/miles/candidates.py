@@ -23,7 +23,11 @@ from .host import Batch, check_row_lengths, missing, need_per_sample
 from .layout import Layout, Tokens
 
 _IDS, _OFFSETS, _MASK_LOGPROBS = (f"rollout_sampling_mask_{name}" for name in ("ids", "offsets", "log_probs"))
-_TOPK_IDS, _TOPK_LOGPROBS, _LENGTHS = "rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths"
+_TOPK_IDS, _TOPK_LOGPROBS, _LENGTHS = (
+    "rollout_topk_token_ids",
+    "rollout_topk_log_probs",
+    "rollout_topk_lengths",
+)
 _WIDE = 1 << 32  # ids fit below
 
 
@@ -45,14 +49,20 @@ def read_candidates(
     sets = []
     for sample, mask in enumerate(trained.split(layout.responses)):
         try:
-            sets.append(_heads(batch, layout, sample) if kind == "heads" else _support(batch, layout, sample, mask, centered))
+            sets.append(
+                _heads(batch, layout, sample)
+                if kind == "heads"
+                else _support(batch, layout, sample, mask, centered)
+            )
         except RecordError as error:
             if error.sample is not None:
                 raise
             raise _at_sample(error, sample) from None
         except TypeError as error:
             key = _TOPK_LOGPROBS if kind == "heads" else _IDS
-            raise RecordError(str(error), sample=sample, field=key, remedy="Ship ids as integers, log-probs in float32.") from None
+            raise RecordError(
+                str(error), sample=sample, field=key, remedy="Ship ids as integers, log-probs in float32."
+            ) from None
     whole = CandidateSet.concat(sets) if sets else CandidateSet.empty(0)
     live = held.flat(layout)
     chosen = trained[live]
@@ -83,15 +93,24 @@ def _support(batch: Batch, layout: Layout, sample: int, trained: Tensor, centere
     counts = offsets.diff()
     if bool((trained & (counts == 0)).any()):
         token = int((trained & (counts == 0)).nonzero()[0, 0])
-        raise RecordError("a trained token has an empty support", token=token, field=_OFFSETS, remedy="Mask it, or record it.")
+        raise RecordError(
+            "a trained token has an empty support",
+            token=token,
+            field=_OFFSETS,
+            remedy="Mask it, or record it.",
+        )
     if not centered:
         return CandidateSet.from_support(ids, offsets)
     if batch.get(_MASK_LOGPROBS) is not None:
         logprobs = _array(batch, layout, _MASK_LOGPROBS, sample)
-        check_row_lengths(_MASK_LOGPROBS, [logprobs], [ids.numel()], "One log-prob for every id of the supports.")
+        check_row_lengths(
+            _MASK_LOGPROBS, [logprobs], [ids.numel()], "One log-prob for every id of the supports."
+        )
         return CandidateSet.from_support(ids, offsets, logprobs)
     if batch.get(_TOPK_LOGPROBS) is None:
-        raise missing(_MASK_LOGPROBS, "and a centred loss needs a log-prob for every id of the support", sample)
+        raise missing(
+            _MASK_LOGPROBS, "and a centred loss needs a log-prob for every id of the support", sample
+        )
     logprobs = _array(batch, layout, _TOPK_LOGPROBS, sample)
     if batch.get(_TOPK_IDS) is not None:
         return _joined(ids, offsets, _array(batch, layout, _TOPK_IDS, sample), logprobs, trained)
@@ -121,7 +140,9 @@ def _joined(ids: Tensor, offsets: Tensor, table: Tensor, logprobs: Tensor, train
     if bool(differ.any()):
         key = int(torch.minimum(wanted[wanted_order], found[found_order])[differ][0])
         remedy = f"Ask SGLang for sampling_logprobs_mode='support', or ship {_MASK_LOGPROBS}."
-        raise RecordError("top-k rows do not cover the support", token=key // _WIDE, field=_TOPK_IDS, remedy=remedy)
+        raise RecordError(
+            "top-k rows do not cover the support", token=key // _WIDE, field=_TOPK_IDS, remedy=remedy
+        )
     values = torch.zeros(ids.numel(), dtype=logprobs.dtype)
     position = live.nonzero().squeeze(1)
     values[position[wanted_order]] = logprobs[used][found_order]
@@ -139,8 +160,12 @@ def _check_cover(lengths: Tensor, counts: Tensor, trained: Tensor, key: str) -> 
 
 def _check_table(ids: Tensor, logprobs: Tensor, response: int) -> None:
     if ids.dim() != 2 or ids.shape != logprobs.shape or ids.shape[0] != response:
-        problem = f"ids {tuple(ids.shape)} and log-probs {tuple(logprobs.shape)} for {response} response tokens"
-        remedy = "Both are [response length, K]: a retry or a merged turn may have left rows of another response."
+        problem = (
+            f"ids {tuple(ids.shape)} and log-probs {tuple(logprobs.shape)} for {response} response tokens"
+        )
+        remedy = (
+            "Both are [response length, K]: a retry or a merged turn may have left rows of another response."
+        )
         raise RecordError(problem, field=_TOPK_LOGPROBS, remedy=remedy)
 
 
@@ -151,7 +176,9 @@ def _check_offsets(ids: Tensor, offsets: Tensor, response: int) -> None:
         raise RecordError(problem, field=_OFFSETS, value=offsets.numel(), remedy=remedy)
     if int(offsets[0]) != 0 or int(offsets[-1]) != ids.numel() or bool((offsets.diff() < 0).any()):
         problem = f"offsets do not run from 0 to the {ids.numel()} ids without falling"
-        raise RecordError(problem, field=_OFFSETS, value=int(offsets[-1]), remedy="The record is damaged: sample again.")
+        raise RecordError(
+            problem, field=_OFFSETS, value=int(offsets[-1]), remedy="The record is damaged: sample again."
+        )
 
 
 def _array(batch: Batch, layout: Layout, key: str, sample: int) -> Tensor:
@@ -174,5 +201,10 @@ def _as_tensor(value: Any, key: str, sample: int) -> Tensor:
 
 def _at_sample(error: RecordError, sample: int) -> RecordError:
     return RecordError(
-        error.problem, sample=sample, token=error.token, field=error.field, value=error.value, remedy=error.remedy
+        error.problem,
+        sample=sample,
+        token=error.token,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
     )

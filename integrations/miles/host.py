@@ -17,7 +17,10 @@ from offpolicy_corr.errors import RecordError
 
 Batch = dict[str, Any]
 
-_TOPK = "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-logprobs-num K, on Megatron not all"
+_TOPK = (
+    "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-logprobs-num K, "
+    "on Megatron not all"
+)
 _MASK = (
     "Miles v0.1.0 (August 2026) does not carry it; v0.1.1 carries it to policy_loss alone, later versions to "
     "torch-native trainers, under --rollout-top-p < 1 with --rollout-top-k"
@@ -27,11 +30,23 @@ _ALWAYS = "every version carries it to a train step"
 
 # where a key can be had, and what to do where it cannot
 KEYS: dict[str, tuple[str, str]] = {
-    "rollout_log_probs": (_ALWAYS, "have the rollout function record log-probs of every sample, and set use_rollout_logprobs"),
-    "advantages": (_ALWAYS, "the loss runs behind compute_advantages_and_returns: is this the last pipeline stage?"),
-    "ref_log_probs": (_ALWAYS, "give --ref-load, which makes Miles score the reference, or drop --use-kl-loss"),
+    "rollout_log_probs": (
+        _ALWAYS,
+        "have the rollout function record log-probs of every sample, and set use_rollout_logprobs",
+    ),
+    "advantages": (
+        _ALWAYS,
+        "the loss runs behind compute_advantages_and_returns: is this the last pipeline stage?",
+    ),
+    "ref_log_probs": (
+        _ALWAYS,
+        "give --ref-load, which makes Miles score the reference, or drop --use-kl-loss",
+    ),
     "loss_masks": (_ALWAYS, "extend the mask together with the response"),
-    "max_seq_lens": ("every version sets it with --qkv-format bshd", "let Miles' own get_rollout_data build the batch"),
+    "max_seq_lens": (
+        "every version sets it with --qkv-format bshd",
+        "let Miles' own get_rollout_data build the batch",
+    ),
     "rollout_topk_token_ids": (_TOPK, f"set --rollout-top-logprobs-num, or {_EXTEND}"),
     "rollout_topk_log_probs": (_TOPK, f"set --rollout-top-logprobs-num, or {_EXTEND}"),
     "rollout_topk_lengths": (_TOPK, f"ship it together with rollout_topk_log_probs, or {_EXTEND}"),
@@ -39,9 +54,12 @@ KEYS: dict[str, tuple[str, str]] = {
     "rollout_sampling_mask_offsets": (_MASK, f"upgrade, or {_EXTEND}"),
     "rollout_sampling_mask_log_probs": (
         _MASK,
-        f"ask SGLang for sampling_logprobs_mode='support' and ship the values, or {_EXTEND}, or use an uncentred correction",
+        f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or use an uncentred correction",
     ),
-    "offpolicy_corr_group": ("no version carries it", f"name the converter and {_EXTEND}, or leave groups out"),
+    "offpolicy_corr_group": (
+        "no version carries it",
+        f"name the converter and {_EXTEND}, or leave groups out",
+    ),
 }
 
 
@@ -53,7 +71,9 @@ def parallel_state() -> Any:
     """
     module = first_module("miles.backends.training_utils.parallel")
     if not hasattr(module, "get_parallel_state"):
-        raise RuntimeError("this Miles has no training_utils.parallel.get_parallel_state: it is of an unknown version")
+        raise RuntimeError(
+            "this Miles has no training_utils.parallel.get_parallel_state: it is of an unknown version"
+        )
     return module.get_parallel_state()
 
 
@@ -69,7 +89,9 @@ def first_module(*names: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             failures.append(f"{name} ({error})")
-    raise RuntimeError(f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later")
+    raise RuntimeError(
+        f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later"
+    )
 
 
 def group_of(info: Any) -> dist.ProcessGroup | None:
@@ -97,7 +119,9 @@ def need_per_sample(batch: Batch, key: str, count: int, why: str = "which this l
     values = need(batch, key, why)
     if len(values) != count:
         problem = f"{len(values)} values for {count} samples"
-        raise RecordError(problem, field=key, value=len(values), remedy="One for every sample of the micro-batch.")
+        raise RecordError(
+            problem, field=key, value=len(values), remedy="One for every sample of the micro-batch."
+        )
     for sample, value in enumerate(values):
         if value is None:
             raise missing(key, why, sample)

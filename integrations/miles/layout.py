@@ -51,7 +51,9 @@ class Layout:
         form = getattr(args, "qkv_format", "thd")
         if logits.dim() != 3 or form not in ("thd", "bshd"):
             shape = tuple(logits.shape)
-            raise ValueError(f"logits must be [1, T, V] with qkv_format thd or [B, L, V] with bshd, got {shape}, {form!r}")
+            raise ValueError(
+                f"logits must be [1, T, V] with qkv_format thd or [B, L, V] with bshd, got {shape}, {form!r}"
+            )
         padded = None
         if form == "bshd":
             padded = tuple(int(n) for n in need(batch, "max_seq_lens"))
@@ -137,7 +139,9 @@ class Layout:
             needed = 0 if self.allgather else max((self._whole(i) for i in widest), default=0)
             if samples != len(self.totals) or self.rows_per_sample < needed:
                 shape = (samples, self.rows_per_sample)
-                raise ValueError(f"bshd logits [B, L] = {shape} do not fit {len(self.totals)} samples of {needed} rows")
+                raise ValueError(
+                    f"bshd logits [B, L] = {shape} do not fit {len(self.totals)} samples of {needed} rows"
+                )
             return
         needed = sum(self._whole(i) for i in widest)
         needed = -(-sum(self.totals) // self.size) if self.allgather else needed

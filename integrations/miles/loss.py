@@ -108,7 +108,9 @@ def _read(
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     count = len(layout.responses)
     masks = need_per_sample(batch, "loss_masks", count)
-    check_row_lengths("loss_masks", masks, layout.responses, "The mask must grow with the response (partial rollouts).")
+    check_row_lengths(
+        "loss_masks", masks, layout.responses, "The mask must grow with the response (partial rollouts)."
+    )
     tokens = need_per_sample(batch, "unconcat_tokens", count)
     check_row_lengths("unconcat_tokens", tokens, layout.totals, "Prompt and response, whole.")
     # replace, never multiply: what a masked position holds may be anything
@@ -119,7 +121,10 @@ def _read(
     flat = held.flat(layout)
     trained = full_mask[flat].to(device)
     weights = torch.where(trained, columns[0], 0.0)
-    sampled = [tokens_i[-length:] if length else tokens_i[:0] for tokens_i, length in zip(tokens, layout.responses, strict=True)]
+    sampled = [
+        tokens_i[-length:] if length else tokens_i[:0]
+        for tokens_i, length in zip(tokens, layout.responses, strict=True)
+    ]
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(_cpu(part) for part in sampled)])[flat]
     kind = settings.kind_of_candidates(filters(args))
     candidates = read_candidates(batch, layout, held, full_mask, kind, settings.correction.center)
@@ -143,7 +148,9 @@ def _read(
 
 
 def _listed_keys(args: Any) -> list[str]:
-    return ["rollout_log_probs", "advantages"] + (["ref_log_probs"] if getattr(args, "use_kl_loss", False) else [])
+    return ["rollout_log_probs", "advantages"] + (
+        ["ref_log_probs"] if getattr(args, "use_kl_loss", False) else []
+    )
 
 
 def _listed(batch: Batch, layout: Layout, key: str) -> Tensor:
@@ -154,9 +161,18 @@ def _listed(batch: Batch, layout: Layout, key: str) -> Tensor:
     parts = [value if isinstance(value, Tensor) else torch.as_tensor(value) for value in values]
     for sample, part in enumerate(parts):
         if part.dtype in (torch.float16, torch.bfloat16):
-            remedy = "Half precision moves a log-prob of −9.77 by 0.02: keep float32, without true_on_policy_mode."
-            raise RecordError("half-precision values", sample=sample, field=key, value=part.dtype, remedy=remedy)
-    return torch.cat([torch.zeros(0), *(part.detach().cpu() if part.device.type == "cpu" else part.detach() for part in parts)])
+            remedy = (
+                "Half precision moves a log-prob of −9.77 by 0.02: keep float32, without true_on_policy_mode."
+            )
+            raise RecordError(
+                "half-precision values", sample=sample, field=key, value=part.dtype, remedy=remedy
+            )
+    return torch.cat(
+        [
+            torch.zeros(0),
+            *(part.detach().cpu() if part.device.type == "cpu" else part.detach() for part in parts),
+        ]
+    )
 
 
 def _where_rows_are(columns: list[Tensor], layout: Layout, held: Tokens, group: Any) -> list[Tensor]:
@@ -169,14 +185,18 @@ def _where_rows_are(columns: list[Tensor], layout: Layout, held: Tokens, group: 
     return list(full[:, held.flat(layout).to(full.device)].unbind(0))
 
 
-def _groups(batch: Batch, layout: Layout, flat: Tensor, full_mask: Tensor, settings: Settings) -> Tensor | None:
+def _groups(
+    batch: Batch, layout: Layout, flat: Tensor, full_mask: Tensor, settings: Settings
+) -> Tensor | None:
     """Index of each held token's sampler group; 0 where it is not trained."""
     if not settings.groups:
         return None
     key = "offpolicy_corr_group"
     values = need_per_sample(batch, key, len(layout.responses), "and groups are configured")
     check_row_lengths(key, values, layout.responses, "One group index for every response token.")
-    group = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.as_tensor(value).long() for value in values)])
+    group = torch.cat(
+        [torch.zeros(0, dtype=torch.int64), *(torch.as_tensor(value).long() for value in values)]
+    )
     bad = full_mask & ((group < 0) | (group >= len(settings.groups)))
     if bool(bad.any()):
         value = int(group[bad][0])
@@ -236,7 +256,7 @@ def _in_response(error: RecordError, held: Tokens) -> RecordError:
         if at.numel():
             token, sample = int(held.position[at[0, 0]]), int(held.sample[at[0, 0]])
     remedy = error.remedy or ""
-    if error.field in ("tokens", "candidates.ids") and "vocab" in (error.problem + remedy):
+    if error.field in ("tokens", "candidates.ids") and "id outside" in error.problem:
         remedy += (
             " Miles may have set args.vocab_size to the tokenizer's, which leaves added tokens out: set "
             "offpolicy_corr.vocab_size to the model's."

@@ -27,7 +27,7 @@ _MUST_BE_OFF: dict[str, str] = {
     "use_opd": "mixes a teacher into the advantages at the trainer's own log-probs, not checked with this loss",
     "use_unbiased_kl": "weights the KL by a ratio to another old policy; the KL here is unweighted",
     "true_on_policy_mode": "rounds logits and log-probs to half precision before the loss",
-    "recompute_logprobs_via_prefill": "replaces the sampler's log-probs by a later pass's: q would not be what was sampled from",
+    "recompute_logprobs_via_prefill": "replaces q, which was sampled from, by the log-probs of a later pass",
     "skip_actor_forward_only": "is for policy_loss alone in Miles",
     "multi_lora": "normalises per adapter behind the loss, not checked with this loss",
 }
@@ -43,13 +43,17 @@ def refusals(args: Any, settings: Settings) -> list[str]:
     """Why this loss must not run under ``args``; empty where it may."""
     found = []
     if getattr(args, "loss_type", "custom_loss") != "custom_loss":
-        found.append(f"loss_type is {args.loss_type!r}: set loss_type: custom_loss and custom_loss_function_path: {LOSS_PATH}")
+        found.append(
+            f"loss_type is {args.loss_type!r}: set loss_type: custom_loss and custom_loss_function_path: {LOSS_PATH}"
+        )
     for name, reason in _MUST_BE_OFF.items():
         if getattr(args, name, None):
             found.append(f"{name} must be off: it {reason}")
     estimator = getattr(args, "advantage_estimator", None)
     if estimator in _SEQUENCE_LEVEL:
-        found.append(f"advantage_estimator {estimator!r} {_SEQUENCE_LEVEL[estimator]}: use grpo with disable_grpo_std_normalization")
+        found.append(
+            f"advantage_estimator {estimator!r} {_SEQUENCE_LEVEL[estimator]}: use grpo, for example without its std"
+        )
     found += _sampling(args) + _kl(args, settings) + _inplace(args, settings)
     return found
 
@@ -59,17 +63,21 @@ def tis_refusals(args: Any, settings: Settings) -> list[str]:
     found = []
     if settings.correction.center:
         found.append(
-            "score centering needs logits, which --custom-tis-function-path does not get: set loss_type: custom_loss and "
+            "score centering needs logits, which this hook does not get: set loss_type: custom_loss and "
             f"custom_loss_function_path: {LOSS_PATH}, or an uncentred correction (mis, tis, clamp)"
         )
     if type(settings.correction.weight).__name__ == "PPOClip":
-        found.append("correction ppo needs advantages, which the hook does not get; Miles' policy_loss clips by itself")
+        found.append(
+            "correction ppo needs advantages, which the hook does not get; Miles' policy_loss clips by itself"
+        )
     if settings.candidates not in (None, "none"):
         found.append("candidates have no effect in tis_function: leave them out")
     if settings.inplace_logits:
         found.append("inplace_logits has no effect in tis_function: it sees no logits")
     if getattr(args, "use_rollout_logprobs", False):
-        found.append("use_rollout_logprobs makes trainer and sampler log-probs the same tensor: every ratio would be 1")
+        found.append(
+            "use_rollout_logprobs makes trainer and sampler log-probs the same tensor: every ratio would be 1"
+        )
     return found
 
 
@@ -85,9 +93,13 @@ def _sampling(args: Any) -> list[str]:
     found = []
     temperature = _number(args, "rollout_temperature", 1.0)
     if not temperature > 0:
-        found.append(f"rollout_temperature is {temperature}: greedy decoding has no q to correct with, sample at T > 0")
+        found.append(
+            f"rollout_temperature is {temperature}: greedy decoding has no q to correct with, sample at T > 0"
+        )
     if _number(args, "rollout_top_p", 1.0) < 1.0 and not _number(args, "rollout_top_k", -1) > 0:
-        found.append("rollout_top_p < 1 needs a positive rollout_top_k: no released engine records a support without one")
+        found.append(
+            "rollout_top_p < 1 needs a positive rollout_top_k: no released engine records a support without one"
+        )
     if _number(args, "rollout_min_p", 0.0) > 0:
         found.append("rollout_min_p > 0 truncates without a recorded support: use top-p with top-k")
     return found
@@ -101,7 +113,9 @@ def _kl(args: Any, settings: Settings) -> list[str]:
     if kind not in KL_ESTIMATORS:
         found.append(f"kl_loss_type {kind!r} clamps the estimate: use one of {', '.join(KL_ESTIMATORS)}")
     if filters(args) or settings.candidates == "supports":
-        found.append("use_kl_loss with top-p or top-k: the reference is scored over the vocabulary, p over the support")
+        found.append(
+            "use_kl_loss with top-p or top-k: the reference is scored over the vocabulary, p over the support"
+        )
     return found
 
 
@@ -110,7 +124,9 @@ def _inplace(args: Any, settings: Settings) -> list[str]:
         return []
     found = []
     if getattr(args, "recompute_loss_function", False):
-        found.append("inplace_logits with recompute_loss_function: the second pass would read gradients as logits")
+        found.append(
+            "inplace_logits with recompute_loss_function: the second pass would read gradients as logits"
+        )
     if getattr(args, "allgather_cp", False):
         found.append("inplace_logits with allgather_cp: Miles reads the logits again behind the loss")
     return found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .loss import Inputs
 
 _PREFIX = "offpolicy_corr/"
-_LARGEST_LOG_RATIO = 20.0  # a single token must not make a mean infinite
+LARGEST_LOG_RATIO = 20.0  # a single token must not make a mean infinite
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ class Report:
         elif self.kind == "supports":
             own.append("support_mass")
         own += ["sequence_kept"] if self.guards else []
-        own += [f"group/{name}/{key}" for name in self.groups for key in ("tokens", "kl_k1", "kept", "out_of_band")]
+        own += [
+            f"group/{name}/{key}"
+            for name in self.groups
+            for key in ("tokens", "kl_k1", "kept", "out_of_band")
+        ]
         return keys + [_PREFIX + key for key in own]
 
     def nothing(self, logits: Tensor) -> dict[str, Tensor]:
@@ -84,20 +88,25 @@ class Report:
     ) -> dict[str, Tensor]:
         """The metrics of the held tokens. ``weights`` are those of the loss, the metrics use the reducer's own."""
         columns = self._columns(tokens, inputs, keep)
-        values = torch.stack([torch.where(inputs.trained, column.to(weights.dtype), 0.0) for column in columns.values()])
-        sums = dict(zip(columns, values @ inputs.weights, strict=True))
+        values = torch.stack(
+            [torch.where(inputs.trained, column.to(weights.dtype), 0.0) for column in columns.values()]
+        )
+        sums = dict(zip(columns, (values @ inputs.weights).unbind(), strict=True))
         # the loss is reported with the weights it was made with
-        trained_loss = {name: values[list(columns).index(name)] @ weights for name in ("entropy_loss", "kl_loss") if name in columns}
+        names = list(columns)
+        trained_loss: dict[str, Tensor] = {
+            name: values[names.index(name)] @ weights for name in ("entropy_loss", "kl_loss") if name in names
+        }
         total = loss.detach()
         policy = total + self.entropy_coef * trained_loss["entropy_loss"]
         if "kl_loss" in trained_loss:
             policy = policy - self.kl_coef * trained_loss["kl_loss"]
-        found = {"loss": total, "pg_loss": policy, **sums, **trained_loss}
+        found: dict[str, Tensor] = {"loss": total, "pg_loss": policy, **sums, **trained_loss}
         return {key: found[key].detach() for key in self.keys()}
 
     def _columns(self, tokens: TokenDiagnostics, inputs: Inputs, keep: Tensor | None) -> dict[str, Tensor]:
         log_ratio = tokens.log_ratio
-        ratio = log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp()
+        ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
         low, high = (math.log(bound) if bound > 0 else -math.inf for bound in self.band)
         outside = (log_ratio < low) | (log_ratio > high)
         columns = {"entropy_loss": tokens.entropy}
@@ -106,7 +115,7 @@ class Report:
             gap = torch.where(inputs.trained, tokens.logprobs - inputs.reference, 0.0)
             columns["kl_loss"] = kl_value(self.reference, gap)
         columns["train_rollout_logprob_abs_diff"] = log_ratio.abs()
-        columns["train_rollout_kl"] = ratio - 1.0 - log_ratio.clamp(max=_LARGEST_LOG_RATIO)
+        columns["train_rollout_kl"] = ratio - 1.0 - log_ratio.clamp(max=LARGEST_LOG_RATIO)
         own = {
             "kl_k1": -log_ratio,
             "ratio": ratio,

@@ -67,7 +67,9 @@ class Settings:
         if isinstance(mapping, Settings):
             return mapping
         if mapping is None:
-            raise SettingsError("no offpolicy_corr: mapping was given. Put one into the YAML; offpolicy_corr: {} is SC + MIS")
+            raise SettingsError(
+                "no offpolicy_corr: mapping was given. Put one into the YAML; offpolicy_corr: {} is SC + MIS"
+            )
         if not isinstance(mapping, Mapping):
             raise SettingsError(f"offpolicy_corr must be a mapping of settings, got {mapping!r}")
         given = dict(mapping)
@@ -98,7 +100,9 @@ class Settings:
             raise SettingsError("a centred correction needs candidates: heads or supports, not none")
         if centered and self.denominator == "kept":
             reason = "a centred correction trains on dropped tokens too, so they stay in the denominator"
-            raise SettingsError(f"denominator: kept contradicts correction: sc+…: {reason}. Use denominator: all")
+            raise SettingsError(
+                f"denominator: kept contradicts correction: sc+…: {reason}. Use denominator: all"
+            )
 
     def kind_of_candidates(self, filters: bool) -> str:
         """``"heads"``, ``"supports"`` or ``"none"`` for samplers that filter (top-p, top-k) or do not.
@@ -110,7 +114,7 @@ class Settings:
         chosen = self.candidates or derived
         if filters and chosen != "supports":
             raise SettingsError(
-                f"candidates: {chosen} cannot serve samplers with top-p or top-k: their q is over a support, and p would "
+                f"candidates: {chosen} cannot serve top-p or top-k: the samplers' q is over a support, and p would "
                 "be over the vocabulary. Use candidates: supports, or --rollout-top-p 1 --rollout-top-k -1"
             )
         return chosen
@@ -174,7 +178,9 @@ def _guards(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
     if value is None:
         return ()
     if not isinstance(value, Mapping):
-        raise SettingsError(f"guards must be a mapping, for example geometric_mean: {{low: 0.9, high: 1.1}}, got {value!r}")
+        raise SettingsError(
+            f"guards must be a mapping, for example geometric_mean: {{low: 0.9, high: 1.1}}, got {value!r}"
+        )
     read = []
     for name, bounds in value.items():
         if name not in GUARDS:

@@ -61,7 +61,10 @@ def share_of_kept(layout: Layout, inputs: Inputs, kept: Tensor, group: Any) -> T
     A sample with nothing left has nothing to grow.
     """
     (whole,) = whole_responses([(kept & inputs.trained).to(inputs.weights.dtype)], layout, inputs, group)
-    sums = [torch.stack([part.sum() for part in values.split(layout.responses)]) for values in (whole, _mask_of(inputs, whole))]
+    sums = [
+        torch.stack([part.sum() for part in values.split(layout.responses)])
+        for values in (whole, _mask_of(inputs, whole))
+    ]
     ratio = sums[1] / sums[0].clamp(min=1.0)
     return ratio[inputs.held.sample.to(ratio.device)]
 

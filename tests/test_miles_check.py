@@ -1,0 +1,173 @@
+"""The YAML mapping and ``offpolicy-corr miles check``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offpolicy_corr.integrations.miles import Settings, SettingsError, check_main
+from offpolicy_corr.integrations.miles.check import CONVERTER, TRAINER_HOOK, parse_launch
+
+import offpolicy_corr as oc
+
+yaml = pytest.importorskip("yaml")
+BASE = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "offpolicy_corr.integrations.miles.policy_loss",
+    "use_rollout_logprobs": True,
+    "offpolicy_corr": {"correction": "sc+mis"},
+}
+
+
+def check(tmp_path: Path, options: dict[str, Any], *launch: str) -> int:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return check_main([str(path), *launch])
+
+
+def test_the_mapping_becomes_a_correction() -> None:
+    settings = Settings.of(
+        {"correction": "mis", "low": 0.2, "high": 4, "denominator": "kept", "band": [0.1, 10]}
+    )
+    assert settings.correction == oc.Correction(oc.MaskedIS(0.2, 4.0), center=False)
+    assert (settings.denominator, settings.band) == ("kept", (0.1, 10.0))
+    assert Settings.of({}).correction == oc.Correction()
+
+
+@pytest.mark.parametrize(
+    "mapping, says",
+    [
+        ({"corection": "mis"}, "did you mean correction"),
+        ({"correction": "sc+miss"}, "unknown correction"),
+        ({"correction": "tis", "low": 0.5}, "cap"),
+        ({"correction": "mis", "low": 3, "high": 1}, "low <= high"),
+        ({"correction": "mis", "low": "1e-4"}, "with a point"),
+        ({"correction": "mis", "low": True}, "must be a number"),
+        ({"candidates": "top"}, "heads, supports, none"),
+        ({"candidates": "none"}, "needs candidates"),
+        ({"denominator": "kept"}, "contradicts"),
+        ({"denominator": "mean"}, "all, kept"),
+        ({"band": 0.2}, r"\[low, high\]"),
+        ({"band": [5, 0.2]}, "low <= high"),
+        ({"guards": {"geometric": {}}}, "unknown guard"),
+        ({"guards": {"geometric_mean": {"low": 0.5}}}, "exactly low, high"),
+        ({"guards": {"product": {"low": 2, "high": 1}}}, "low <= high"),
+        ({"guards": {"off_policy": {"delta": -1}}}, ">= 0"),
+        ({"groups": "b200"}, "list of names"),
+        ({"groups": ["a", "a"]}, "twice"),
+        ({"vocab_size": 0}, "positive integer"),
+        ({"backend": "cuda"}, "auto, torch, triton"),
+        ({"inplace_logits": 1}, "true or false"),
+        ([], "mapping"),
+        (None, "no offpolicy_corr"),
+    ],
+)
+def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Settings.of(mapping)
+
+
+@pytest.mark.parametrize(
+    "options, launch, says",
+    [
+        ({"use_tis": True}, [], "exclude each other"),
+        ({}, ["--use-opsm"], "use_opsm"),
+        ({}, ["--advantage-estimator", "gspo"], "gspo"),
+        ({}, ["--advantage-estimator", "reinforce_plus_plus"], "normalize_advantages"),
+        ({}, ["--rollout-top-p", "0.9"], "rollout_top_k"),
+        ({}, ["--rollout-temperature=0"], "greedy"),
+        ({}, ["--rollout-top-logprobs-num", "0"], "no head"),
+        ({}, ["--true-on-policy-mode"], "half precision"),
+        ({}, ["--use-kl-loss", "--kl-loss-type", "low_var_kl"], "k1, k2, k3"),
+        ({}, ["--use-kl-loss", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "reference"),
+        ({"loss_type": "policy_loss"}, [], "loss_type"),
+        ({"loss_type": None}, [], "own policy_loss"),
+        ({"custom_loss_function_path": "offpolicy_corr/integrations/miles.py:policy_loss"}, [], "last point"),
+        ({"custom_loss_function_path": "other.loss"}, [], "not this loss"),
+        ({"rolout_temperature": 1.0}, [], "did you mean rollout_temperature"),
+        ({"lr": "1e-6"}, [], "as text"),
+        (
+            {"offpolicy_corr": {"correction": "sc+mis", "inplace_logits": True}},
+            ["--recompute-loss-function"],
+            "gradients as logits",
+        ),
+        ({"offpolicy_corr": {"groups": ["b200"]}}, [], CONVERTER),
+        ({"custom_convert_samples_to_train_data_path": CONVERTER}, [], TRAINER_HOOK),
+        ({"offpolicy_corr": {"candidates": "supports"}}, [], "unfiltered"),
+        (
+            {"offpolicy_corr": {"candidates": "heads"}},
+            ["--rollout-top-p", "0.9", "--rollout-top-k", "8"],
+            "over a support",
+        ),
+    ],
+)
+def test_check_refuses_with_the_reason(
+    tmp_path: Path, capsys: Any, options: dict[str, Any], launch: list[str], says: str
+) -> None:
+    merged = {k: v for k, v in {**BASE, **options}.items() if v is not None}
+    assert check(tmp_path, merged, *launch) == 1
+    assert says in capsys.readouterr().out
+    assert check(tmp_path, BASE) == 0
+
+
+def test_check_prints_what_the_samplers_must_record(tmp_path: Path, capsys: Any) -> None:
+    assert check(tmp_path, BASE, "--rollout-top-logprobs-num", "64") == 0
+    assert "top_logprobs_num: 64" in capsys.readouterr().out
+    assert check(tmp_path, BASE, "--rollout-top-p", "0.97", "--rollout-top-k", "64") == 0
+    printed = capsys.readouterr().out
+    assert "return_sampling_mask: True" in printed
+    assert "sampling_logprobs_mode: support" in printed
+    assert "top_logprobs_num" not in printed
+    assert check(tmp_path, BASE, "--rollout-top-p", "0.97", "--rollout-top-k", "5000") == 0
+    assert "--sampling-mask-max-tokens 5000" in capsys.readouterr().out
+    assert check(tmp_path, {**BASE, "offpolicy_corr": {"correction": "mis"}}) == 0
+    assert "top_logprobs_num" not in capsys.readouterr().out
+
+
+def test_check_of_the_hook(tmp_path: Path, capsys: Any) -> None:
+    hook = {"use_tis": True, "custom_tis_function_path": "offpolicy_corr.integrations.miles.tis_function"}
+    assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "mis"}}) == 0
+    assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "sc+mis"}}) == 1
+    assert "needs logits" in capsys.readouterr().out
+    assert (
+        check(tmp_path, {**hook, "use_rollout_logprobs": True, "offpolicy_corr": {"correction": "mis"}}) == 1
+    )
+
+
+def test_environment_of_the_samplers(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    assert check(tmp_path, BASE) == 1
+    assert "before temperature" in capsys.readouterr().out
+
+
+def test_launch_arguments() -> None:
+    assert parse_launch(["--a-b", "1", "--c", "--d=0.5", "--e", "x", "--f", "1", "2", "--g", "-1"]) == {
+        "a_b": 1, "c": True, "d": 0.5, "e": "x", "f": [1, 2], "g": -1,
+    }  # fmt: skip
+    with pytest.raises(SettingsError, match="start with --"):
+        parse_launch(["value"])
+
+
+def test_a_call_that_cannot_be_understood(tmp_path: Path, capsys: Any) -> None:
+    assert check_main([]) == 2
+    assert check_main([str(tmp_path / "absent.yaml")]) == 2
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [")
+    assert check_main([str(broken)]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_yaml_is_named_by_its_extra_where_it_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{}")
+    program = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from offpolicy_corr.integrations.miles import check_main\n"
+        f"sys.exit(check_main([{str(path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "offpolicy-corr[miles]" in done.stderr
