@@ -50,7 +50,7 @@ RULES: tuple[oc.WeightRule, ...] = (
     oc.Unweighted(),
     oc.FullIS(),
     oc.TruncatedIS(1.2),
-    oc.MaskedIS(0.5, 2.0),
+    oc.MaskedIS(0.5, 3.0),  # not its own inverse
     oc.ClampedIS(0.8, 1.2),
     oc.PPOClip(0.2, 0.28),
 )
