@@ -11,6 +11,7 @@ Ids alone can be replayed, not centred.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -192,7 +193,9 @@ def _array(batch: Batch, layout: Layout, key: str, sample: int) -> Tensor:
 
 def _as_tensor(value: Any, key: str, sample: int) -> Tensor:
     try:
-        tensor: Tensor = torch.as_tensor(value)
+        with warnings.catch_warnings():  # arrays out of Ray's store are read-only, and nothing here writes
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            tensor: Tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "Ship numpy arrays or tensors, int32 ids and float32 log-probs."
         raise RecordError(f"not an array ({error})", sample=sample, field=key, remedy=remedy) from None

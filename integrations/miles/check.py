@@ -24,6 +24,7 @@ from .settings import Settings, SettingsError
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
 CONVERTER = "offpolicy_corr.integrations.miles.transport.convert_samples"
 TRAINER_HOOK = "offpolicy_corr.integrations.miles.transport.extend_trainer"
+_CONVERTER_OPTION, _HOOK_OPTION = "custom_convert_samples_to_train_data_path", "custom_megatron_init_path"
 
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
 
@@ -252,23 +253,18 @@ def _repeated_checks(options: dict[str, Any]) -> list[str]:
 
 
 def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
-    converter, hook = (
-        options.get("custom_convert_samples_to_train_data_path"),
-        options.get("custom_megatron_init_path"),
-    )
+    converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
+    stale = any(name == "staleness" for name, _ in settings.guards)
     found = []
-    if settings.groups and converter != CONVERTER:
-        found.append(
-            f"groups needs custom_convert_samples_to_train_data_path: {CONVERTER}, which stamps them"
-        )
+    if (settings.groups or stale) and converter != CONVERTER:
+        what = "groups" if settings.groups else "guards: staleness"
+        found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
     if (
         converter == CONVERTER
         and options.get("train_backend", "megatron") == "megatron"
         and hook != TRAINER_HOOK
     ):
-        found.append(
-            f"the converter's keys reach the loss only with custom_megatron_init_path: {TRAINER_HOOK}"
-        )
+        found.append(f"the converter's keys reach the loss only with {_HOOK_OPTION}: {TRAINER_HOOK}")
     if converter == CONVERTER and options.get("delay_split_train_data_by_dp"):
         found.append(
             "delay_split_train_data_by_dp splits in the trainer, where the converter's keys would be dropped"

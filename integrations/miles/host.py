@@ -17,6 +17,16 @@ from offpolicy_corr.errors import RecordError
 
 Batch = dict[str, Any]
 
+GROUP_KEY, LAG_KEY = "offpolicy_corr_group", "offpolicy_corr_lag"
+CANDIDATE_KEYS = (
+    "rollout_topk_token_ids",
+    "rollout_topk_log_probs",
+    "rollout_topk_lengths",
+    "rollout_sampling_mask_ids",
+    "rollout_sampling_mask_offsets",
+    "rollout_sampling_mask_log_probs",
+)
+
 _TOPK = (
     "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-logprobs-num K, "
     "on Megatron not all"
@@ -56,7 +66,8 @@ KEYS: dict[str, tuple[str, str]] = {
         _MASK,
         f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or use an uncentred correction",
     ),
-    "offpolicy_corr_group": (
+    LAG_KEY: ("no version carries it", f"name the converter and {_EXTEND}, or leave the staleness guard out"),
+    GROUP_KEY: (
         "no version carries it",
         f"name the converter and {_EXTEND}, or leave groups out",
     ),

@@ -15,7 +15,16 @@ from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.result import PolicyLoss
 
 from .candidates import read_candidates, spread
-from .host import Batch, all_reduce, check_row_lengths, group_of, need_per_sample, parallel_state
+from .host import (
+    GROUP_KEY,
+    LAG_KEY,
+    Batch,
+    all_reduce,
+    check_row_lengths,
+    group_of,
+    need_per_sample,
+    parallel_state,
+)
 from .layout import Layout, Tokens
 from .options import KL_ESTIMATORS, filters, refusals
 from .report import Report
@@ -91,6 +100,7 @@ class Inputs:
     reference: Tensor | None
     groups: Tensor | None
     full_mask: Tensor
+    full_lag: Tensor | None
 
 
 def _settings(args: Any) -> Settings:
@@ -144,6 +154,7 @@ def _read(
         columns[3] if len(columns) > 3 else None,
         None if groups is None else groups.to(device),
         full_mask,
+        _lags(batch, layout, full_mask, settings),
     )
 
 
@@ -191,7 +202,7 @@ def _groups(
     """Index of each held token's sampler group; 0 where it is not trained."""
     if not settings.groups:
         return None
-    key = "offpolicy_corr_group"
+    key = GROUP_KEY
     values = need_per_sample(batch, key, len(layout.responses), "and groups are configured")
     check_row_lengths(key, values, layout.responses, "One group index for every response token.")
     group = torch.cat(
@@ -203,6 +214,21 @@ def _groups(
         remedy = f"groups names {len(settings.groups)}: {', '.join(settings.groups)}."
         raise RecordError("a token of an unknown group", field=key, value=value, remedy=remedy)
     return torch.where(full_mask, group, 0)[flat]
+
+
+def _lags(batch: Batch, layout: Layout, full_mask: Tensor, settings: Settings) -> Tensor | None:
+    """Versions behind the batch's newest, int64 over full responses; None where no guard reads it."""
+    if not any(name == "staleness" for name, _ in settings.guards):
+        return None
+    values = need_per_sample(batch, LAG_KEY, len(layout.responses), "and the staleness guard is configured")
+    check_row_lengths(LAG_KEY, values, layout.responses, "One lag for every response token.")
+    lag = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.as_tensor(value).long() for value in values)])
+    if bool((full_mask & (lag < 0)).any()):
+        remedy = "Samplers must report numbered weight versions; 'default' means that nobody named one."
+        raise RecordError(
+            "a trained token declares no weight version", field=LAG_KEY, value=-1, remedy=remedy
+        )
+    return lag
 
 
 def _evaluate(

@@ -17,6 +17,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "product": ("low", "high"),
     "outlier": ("low", "high"),
     "off_policy": ("delta",),
+    "staleness": ("max_lag",),
 }
 _RULE_KEYS = ("low", "high", "cap", "tail_floor")
 
@@ -191,8 +192,8 @@ def _guards(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
         numbers = {key: number(bounds[key], f"guards.{name}.{key}") for key in wanted}
         if "low" in numbers and not 0.0 <= numbers["low"] <= numbers["high"]:
             raise SettingsError(f"guards.{name} must satisfy 0 <= low <= high, got {bounds!r}")
-        if numbers.get("delta", 0.0) < 0.0:
-            raise SettingsError(f"guards.{name}.delta must be >= 0, got {bounds!r}")
+        if min(numbers.get("delta", 0.0), numbers.get("max_lag", 0.0)) < 0.0:
+            raise SettingsError(f"guards.{name} must be >= 0, got {bounds!r}")
         read.append((name, tuple(numbers.items())))
     return tuple(read)
 

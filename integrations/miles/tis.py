@@ -152,6 +152,8 @@ def _keep(
             raise SettingsError(
                 "guards: off_policy needs advantages, which the hook does not get; use Miles' --use-opsm"
             )
+        if name == "staleness":
+            raise SettingsError("guards: staleness needs weight versions, which the hook does not get")
         verdict = getattr(guards, name)(whole, sequence, masks, **dict(bounds))
         keep[: verdict.numel()] &= verdict
     return keep

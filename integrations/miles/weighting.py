@@ -47,7 +47,11 @@ def keep_sequences(
     keep = torch.ones(len(layout.responses), dtype=torch.bool, device=device)
     for name, bounds in settings.guards:
         values = dict(bounds)
-        if name == "off_policy":
+        if name == "staleness":
+            assert inputs.full_lag is not None
+            stale = (inputs.full_lag.to(device) > values["max_lag"]) & mask
+            kept = torch.bincount(sequence[stale], minlength=keep.numel()) == 0
+        elif name == "off_policy":
             kept = guards.off_policy(log_ratio, advantages, sequence, mask, **values)
         else:
             kept = getattr(guards, name)(log_ratio, sequence, mask, **values)

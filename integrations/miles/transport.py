@@ -1,0 +1,246 @@
+"""Carries extra per-token arrays from samples to the loss, in-process, where the installed Miles does not.
+
+Three points of Miles decide what reaches a loss: the converter of samples, the packing of shards, and the batch
+iterator; the last two drop keys that they do not know. `convert_samples` (named by
+``--custom-convert-samples-to-train-data-path``, in the rollout process) adds the keys and lets shards pass them on;
+`extend_trainer` (named by ``--custom-megatron-init-path``, in every trainer process) lets the iterator hand them out.
+Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: call `extend_trainer` from a Ray
+``worker_process_setup_hook``.
+
+What a sample brings, as attributes that the generate function sets, all optional, all ``[response length]`` or CSR
+over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one name a
+token), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offpolicy_corr.errors import RecordError
+
+from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, first_module
+from .settings import Settings
+from .versions import lags
+
+KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY)
+_PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
+_CONVERSION = ("miles.ray.rollout.train_data_conversion",)
+_ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
+
+
+class UnknownVersion(RuntimeError):
+    """The installed Miles does not behave as the versions that this extension was written for."""
+
+
+@dataclass
+class _Patch:
+    owner: Any
+    name: str
+    original: Callable[..., Any]
+
+
+_installed: dict[str, _Patch] = {}
+
+
+def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """Miles' own conversion, and the extra keys. For ``--custom-convert-samples-to-train-data-path``.
+
+    Raises:
+        UnknownVersion: Miles' conversion or packing is not the one that is known.
+        RecordError: an array that some samples have and others lack, or of another length than its response.
+        ValueError: options under which Miles does not tell a converter what it needs.
+    """
+    for name in ("use_dynamic_global_batch_size", "multi_lora", "delay_split_train_data_by_dp"):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"{name} with the transport extension: Miles does not hand its metadata to a converter"
+            )
+    extend_rollout()
+    data: dict[str, Any] = _converter()(args, list(samples))
+    extra = extra_keys(Settings.of(getattr(args, "offpolicy_corr", None)), samples)
+    return {**extra, **data}
+
+
+def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any]]:
+    """The extra keys of a batch, as numpy: Miles' logger skips arrays and breaks on integer tensors."""
+    found: dict[str, list[Any]] = {}
+    for key in CANDIDATE_KEYS:
+        values = [getattr(sample, key, None) for sample in samples]
+        if all(value is None for value in values):
+            continue
+        found[key] = [_array(value, key, index, samples[index]) for index, value in enumerate(values)]
+    if settings.groups:
+        found[GROUP_KEY] = [_group(sample, index, settings.groups) for index, sample in enumerate(samples)]
+    if any(getattr(sample, "weight_versions", None) for sample in samples):
+        found[LAG_KEY] = lags(samples)
+    return found
+
+
+def extend_rollout() -> None:
+    """Let shards carry the extra keys. Idempotent.
+
+    Raises:
+        UnknownVersion: the packing function is gone, has another signature, or does not do what it did.
+    """
+    if "shards" in _installed:
+        return
+    module = first_module(*_CONVERSION)
+    original = getattr(module, "_package_shards", None)
+    if original is None or list(inspect.signature(original).parameters) != ["args", "data", "partitions"]:
+        raise UnknownVersion(
+            "this Miles has no _package_shards(args, data, partitions): shards cannot be extended"
+        )
+    _probe_shards(original)
+
+    @functools.wraps(original)
+    def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> Any:
+        shards = original(args, data, partitions)
+        for shard, partition in zip(shards, partitions, strict=True):
+            shard.update(
+                {key: [data[key][i] for i in partition] for key in KEYS if key in data and key not in shard}
+            )
+        return shards
+
+    _replace("shards", module, "_package_shards", package_shards)
+
+
+def extend_trainer(args: Any = None) -> None:
+    """Let the batch iterator hand out the extra keys in train steps. For ``--custom-megatron-init-path``. Idempotent.
+
+    Raises:
+        UnknownVersion: the iterator is gone or does not do what it did.
+    """
+    if "iterator" in _installed:
+        return
+    iterator = getattr(first_module(*_ITERATOR), "DataIterator", None)
+    original = getattr(iterator, "get_next", None)
+    if original is None or list(inspect.signature(original).parameters) != ["self", "keys"]:
+        raise UnknownVersion("this Miles has no DataIterator.get_next(keys): batches cannot be extended")
+    _probe_iterator(iterator)
+
+    @functools.wraps(original)
+    def get_next(self: Any, keys: Sequence[str]) -> Any:
+        if "advantages" in keys:  # a train step: passes that only score do not read them
+            keys = [*keys, *(key for key in KEYS if key in self.rollout_data and key not in keys)]
+        return original(self, keys)
+
+    _replace("iterator", iterator, "get_next", get_next)
+
+
+def remove() -> None:
+    """Put back what was replaced in this process."""
+    for patch in _installed.values():
+        setattr(patch.owner, patch.name, patch.original)
+    _installed.clear()
+
+
+def _replace(name: str, owner: Any, attribute: str, function: Callable[..., Any]) -> None:
+    _installed[name] = _Patch(owner, attribute, getattr(owner, attribute))
+    setattr(owner, attribute, function)
+
+
+def _probe_shards(original: Callable[..., Any]) -> None:
+    """Known behaviour: known keys are split by partition, all others dropped."""
+    data = {"tokens": [[1], [2]], "total_lengths": [1, 1], "offpolicy_corr_probe": [3, 4]}
+    try:
+        shards = original(Namespace(), data, [[1], [0]])
+        known = [shard["tokens"] for shard in shards] == [[[2]], [[1]]]
+        known = known and not any("offpolicy_corr_probe" in shard for shard in shards)
+    except Exception as error:  # whatever it raises, it is not what it was
+        raise UnknownVersion(f"_package_shards failed on two samples: {error!r}") from error
+    if not known:
+        raise UnknownVersion(
+            "_package_shards does not split by partition and drop unknown keys, as known versions do"
+        )
+
+
+def _probe_iterator(iterator: Any) -> None:
+    """Known behaviour: exactly the keys asked for, absent ones as None."""
+    try:
+        probe = iterator({"tokens": [1, 2]}, micro_batch_size=1)
+        known = probe.get_next(["tokens", "offpolicy_corr_probe"]) == {
+            "tokens": [1],
+            "offpolicy_corr_probe": None,
+        }
+    except Exception as error:
+        raise UnknownVersion(f"DataIterator failed on two samples: {error!r}") from error
+    if not known:
+        raise UnknownVersion(
+            "DataIterator.get_next does not return the keys asked for as the known versions do"
+        )
+
+
+def _converter() -> Callable[..., dict[str, Any]]:
+    """Miles' own conversion, with everything but ``(args, samples)`` bound."""
+    convert = getattr(first_module(*_CONVERSION), "convert_samples_to_train_data", None)
+    if convert is None:
+        raise UnknownVersion(
+            "this Miles has no convert_samples_to_train_data: name the candidates' converter yourself"
+        )
+    bound: dict[str, Any] = {"metadata": {}, "custom_convert_samples_to_train_data_func": None}
+    parameters = list(inspect.signature(convert).parameters)
+    rest = set(parameters) - {"args", "samples", "custom_reward_post_process_func", *bound}
+    if parameters[:2] != ["args", "samples"] or rest:
+        raise UnknownVersion(
+            f"convert_samples_to_train_data takes {', '.join(parameters)}, which is not known"
+        )
+
+    def call(args: Any, samples: list[Any]) -> dict[str, Any]:
+        path = getattr(args, "custom_reward_post_process_path", None)
+        reward = None if path is None else _load(path)
+        more = {**bound, "custom_reward_post_process_func": reward}
+        result: dict[str, Any] = convert(args, samples, **{k: v for k, v in more.items() if k in parameters})
+        return result
+
+    return call
+
+
+def _load(path: str) -> Any:
+    load = first_module("miles.utils.misc", "miles.utils.function_registry").load_function
+    return load(path)
+
+
+def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any]:
+    remedy = "Set it on every sample, or on none."
+    if value is None:
+        raise RecordError(
+            f"other samples have {key} and this one has not", sample=index, field=key, remedy=remedy
+        )
+    array = np.asarray(value)
+    response = int(sample.response_length)
+    wanted = (
+        response + 1
+        if key == "rollout_sampling_mask_offsets"
+        else response
+        if key in _PER_TOKEN
+        else len(array)
+    )
+    if len(array) != wanted:
+        remedy = "A retry or a trimmed turn leaves old arrays behind: set them with the response."
+        problem = f"{len(array)} rows for {response} response tokens"
+        raise RecordError(problem, sample=index, field=key, value=len(array), remedy=remedy)
+    return array
+
+
+def _group(sample: Any, index: int, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
+    """Index of every response token's group."""
+    value = getattr(sample, GROUP_KEY, None)
+    value = (getattr(sample, "metadata", None) or {}).get(GROUP_KEY) if value is None else value
+    response = int(sample.response_length)
+    labels = [value] * response if isinstance(value, str) else value
+    if labels is None or len(labels) != response:
+        remedy = f"Set {GROUP_KEY} on the sample: a name, or one for each of its {response} response tokens."
+        raise RecordError("a sample without sampler group", sample=index, field=GROUP_KEY, remedy=remedy)
+    unknown = sorted(set(labels) - set(names))
+    if unknown:
+        remedy = f"offpolicy_corr.groups names {', '.join(names)}."
+        raise RecordError("an unknown group", sample=index, field=GROUP_KEY, value=unknown[0], remedy=remedy)
+    lookup = {name: position for position, name in enumerate(names)}
+    return np.array([lookup[label] for label in labels], dtype=np.int64)

@@ -1,0 +1,263 @@
+"""The transport extension on a double of Miles' conversion and iterator, or on Miles itself with ``MILES_SRC``."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import miles_double as double
+import numpy as np
+import pytest
+import torch
+from offpolicy_corr.integrations.miles import policy_loss, transport
+from offpolicy_corr.integrations.miles.versions import lags
+
+import offpolicy_corr as oc
+
+CONVERSION = "miles.ray.rollout.train_data_conversion"
+ITERATOR = "miles.backends.training_utils.data"
+
+
+class DataIterator:
+    """As documented: the keys asked for, one micro-batch after the other."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_size: int | None = None) -> None:
+        self.rollout_data, self.size, self.offset = rollout_data, micro_batch_size or 1, 0
+
+    def get_next(self, keys: list[str]) -> dict[str, Any]:
+        part = slice(self.offset, self.offset + self.size)
+        self.offset += self.size
+        return {key: None if key not in self.rollout_data else self.rollout_data[key][part] for key in keys}
+
+
+def _package_shards(args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
+    known = [key for key in ("tokens", "response_lengths", "loss_masks", "rollout_log_probs") if key in data]
+    return [
+        {
+            "partition": part,
+            **{key: [data[key][i] for i in part] for key in known},
+            "total_lengths": data["total_lengths"],
+        }
+        for part in partitions
+    ]
+
+
+def convert_samples_to_train_data(
+    args: Any,
+    samples: list[Any],
+    metadata: dict[str, Any],
+    custom_convert_samples_to_train_data_func: Any,
+    custom_reward_post_process_func: Any,
+) -> dict[str, Any]:
+    assert custom_convert_samples_to_train_data_func is None
+    names = {"tokens": "tokens", "response_lengths": "response_length", "loss_masks": "loss_mask"}
+    data = {key: [getattr(sample, name) for sample in samples] for key, name in names.items()}
+    return {**data, "rollout_log_probs": [sample.rollout_log_probs for sample in samples]}
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    double.install(double.single())
+    if double.MILES_SRC:
+        pytest.importorskip("ray")
+        try:
+            __import__(CONVERSION)
+            transport.first_module(*transport._ITERATOR)
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(f"this Miles cannot be imported whole here: {error}")
+    else:
+        for name in ("miles.ray", "miles.ray.rollout"):
+            package = ModuleType(name)
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, name, package)
+        conversion = ModuleType(CONVERSION)
+        conversion._package_shards = _package_shards  # type: ignore[attr-defined]
+        conversion.convert_samples_to_train_data = convert_samples_to_train_data  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, CONVERSION, conversion)
+        iterator = ModuleType(ITERATOR)
+        iterator.DataIterator = type("DataIterator", (DataIterator,), {"get_next": DataIterator.get_next})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, ITERATOR, iterator)
+    yield
+    transport.remove()
+
+
+def conversion() -> Any:
+    return sys.modules[CONVERSION]
+
+
+def samples_of(problem: double.Problem) -> list[Any]:
+    samples = []
+    for i, response in enumerate(problem.responses):
+        sample = SimpleNamespace(
+            tokens=problem.tokens[i].tolist(),
+            response_length=response,
+            loss_mask=problem.masks[i].tolist(),
+            rollout_log_probs=problem.rollout[i].tolist(),
+            reward=1.0,
+            metadata={"offpolicy_corr_group": ["b200", "h100"][i % 2]},
+            weight_versions=[str(7 - i)],
+            index=i,
+            rollout_id=i,
+            remove_sample=False,
+            rollout_topk_token_ids=problem.head_ids[i],
+            rollout_topk_log_probs=problem.head_logprobs[i],
+        )
+        for name in (
+            "rollout_routed_experts",
+            "rollout_indexer_topk",
+            "train_metadata",
+            "multimodal_train_inputs",
+        ):
+            setattr(sample, name, None)
+        for name in ("teacher_log_probs", "adapter", "opd_reverse_kl", "status"):
+            setattr(sample, name, None)
+        sample.get_reward_value = lambda args: 1.0
+        samples.append(sample)
+    return samples
+
+
+def converter_args(**own: Any) -> Namespace:
+    more = {"reward_key": None, "rewards_normalization": False, "n_samples_per_prompt": 1}
+    return double.make_args(offpolicy_corr=own, custom_reward_post_process_path=None, **more)
+
+
+def test_candidates_groups_and_lags_reach_the_loss() -> None:
+    problem = double.make_problem()
+    own = {"groups": ["b200", "h100"], "guards": {"staleness": {"max_lag": 1}}}
+    args = converter_args(**own)
+    data = transport.convert_samples(args, samples_of(problem))
+    data["total_lengths"] = problem.totals
+    shard = conversion()._package_shards(args, data, [[2, 0, 1]])[0]
+    transport.extend_trainer(args)
+    shard["total_lengths"] = [problem.totals[i] for i in (2, 0, 1)]
+    shard["advantages"] = [problem.advantages[i] for i in (2, 0, 1)]
+    iterator = transport.first_module(*transport._ITERATOR).DataIterator(shard, micro_batch_size=3)
+    keys = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
+    keys += ["rollout_log_probs", "advantages", "max_seq_lens"]
+    batch = iterator.get_next(keys)
+    assert np.array_equal(batch["rollout_topk_token_ids"][0], problem.head_ids[2])
+    assert [int(group[0]) for group in batch["offpolicy_corr_group"]] == [0, 0, 1]
+    assert [int(lag[0]) for lag in batch["offpolicy_corr_lag"]] == [2, 0, 1]
+
+    reordered = double.make_problem()
+    for name, values in vars(reordered).items():
+        if isinstance(values, list):
+            setattr(reordered, name, [values[i] for i in (2, 0, 1)])
+    state = double.single()
+    double.install(state)
+    batch["unconcat_tokens"] = [torch.as_tensor(t) for t in batch.pop("tokens")]
+    batch["rollout_log_probs"] = [torch.as_tensor(v) for v in batch["rollout_log_probs"]]
+    batch["loss_masks"] = [torch.as_tensor(m, dtype=torch.int32) for m in batch["loss_masks"]]
+    leaves = double.make_leaves(reordered)
+    logits = double.local_logits(reordered, leaves, args, state)
+    loss, metrics = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, reordered))
+    reordered.advantages[0].zero_()  # two versions behind: dropped whole
+    want, _, _ = double.expected(reordered, args)
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9)
+    assert float(metrics["offpolicy_corr/sequence_kept"]) == pytest.approx(2.0)
+
+
+def test_it_is_reversible_and_idempotent() -> None:
+    shards, iterator = conversion()._package_shards, transport.first_module(*transport._ITERATOR).DataIterator
+    before = iterator.get_next
+    for _ in range(2):
+        transport.extend_rollout()
+        transport.extend_trainer()
+    assert conversion()._package_shards is not shards
+    assert iterator.get_next is not before
+    transport.remove()
+    assert conversion()._package_shards is shards
+    assert iterator.get_next is before
+
+
+def test_passes_that_only_score_are_left_alone() -> None:
+    transport.extend_trainer()
+    iterator = transport.first_module(*transport._ITERATOR).DataIterator(
+        {"tokens": [1], "rollout_topk_token_ids": [2]}, micro_batch_size=1
+    )
+    assert iterator.get_next(["tokens"]) == {"tokens": [1]}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda args, data, partitions, world: [],
+        lambda args, data, partitions: [],
+        lambda args, data, partitions: [dict(data) for _ in partitions],
+        lambda args, data, partitions: 1 / 0,
+    ],
+)
+def test_another_packing_is_refused(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion(), "_package_shards", function)
+    with pytest.raises(transport.UnknownVersion):
+        transport.extend_rollout()
+    assert conversion()._package_shards is function
+
+
+def test_another_iterator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = transport.first_module(*transport._ITERATOR).DataIterator
+    for function in (lambda self, names: {}, lambda self, keys: {}, lambda self, keys: 1 / 0):
+        monkeypatch.setattr(iterator, "get_next", function)
+        with pytest.raises(transport.UnknownVersion):
+            transport.extend_trainer()
+
+
+def test_stale_or_partial_arrays_are_refused() -> None:
+    samples = samples_of(double.make_problem())
+    samples[1].rollout_topk_token_ids = samples[1].rollout_topk_token_ids[:-1]
+    with pytest.raises(oc.RecordError, match="retry") as caught:
+        transport.convert_samples(converter_args(), samples)
+    assert (caught.value.sample, caught.value.field) == (1, "rollout_topk_token_ids")
+    samples = samples_of(double.make_problem())
+    samples[2].rollout_topk_log_probs = None
+    with pytest.raises(oc.RecordError, match="this one has not") as caught:
+        transport.convert_samples(converter_args(), samples)
+    assert caught.value.sample == 2
+
+
+def test_unknown_groups_are_refused() -> None:
+    samples = samples_of(double.make_problem())
+    with pytest.raises(oc.RecordError, match="an unknown group") as caught:
+        transport.convert_samples(converter_args(groups=["b200"]), samples)
+    assert (caught.value.sample, caught.value.value) == (1, "h100")
+    samples[0].metadata = {}
+    with pytest.raises(oc.RecordError, match="without sampler group"):
+        transport.convert_samples(converter_args(groups=["b200", "h100"]), samples)
+
+
+def test_options_that_withhold_metadata_are_refused() -> None:
+    args = converter_args()
+    args.use_dynamic_global_batch_size = True
+    with pytest.raises(ValueError, match="use_dynamic_global_batch_size"):
+        transport.convert_samples(args, samples_of(double.make_problem()))
+
+
+def version_sample(versions: Any, mask: list[int]) -> Any:
+    return SimpleNamespace(
+        tokens=[0] * (2 + len(mask)), response_length=len(mask), loss_mask=mask, weight_versions=versions
+    )
+
+
+def test_lags_of_calls_and_of_spans() -> None:
+    spans = [{"version": "5", "abs_start": 2, "abs_end": 4}, {"version": "6", "abs_start": 5, "abs_end": 6}]
+    samples = [
+        version_sample(["3", "5"], [1, 1, 0, 1]),
+        version_sample([SimpleNamespace(spans=spans)], [1, 1, 0, 1]),
+        version_sample(["default"], [1]),
+        version_sample([], [1]),
+    ]
+    assert [lag.tolist() for lag in lags(samples)] == [[3, 3, -1, 1], [1, 1, -1, 0], [-1], [-1]]
+
+
+@pytest.mark.parametrize("versions", [["3", "4"], ["3", "4", "5"]])
+def test_calls_that_cannot_be_told_apart_are_refused(versions: list[str]) -> None:
+    with pytest.raises(oc.RecordError, match="cannot be told"):
+        lags([version_sample(versions, [1, 1, 1])])
+
+
+def test_opaque_versions_are_refused() -> None:
+    with pytest.raises(oc.RecordError, match="no number"):
+        lags([version_sample(["step-3"], [1])])
