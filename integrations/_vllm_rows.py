@@ -143,8 +143,8 @@ def candidates(
 
 def _complete_sets(rows: RawRows, spec: SamplerSpec, missing: NDArray[np.bool_]) -> Rows | None:
     count = len(rows.offsets) - 1
-    if spec.truncates and len(rows.ids) <= count and not (rows.logprobs == 0).all():
-        return None  # only the sampled token's own value: no support was asked for
+    if len(rows.ids) <= count and spec.limit != 1:
+        return None  # the sampled tokens' own values alone: even an exact 0.0 is no witness of a support
     owner, filler = rows.owner, rows.logprobs <= SENTINEL
     has_filler = np.bincount(owner[filler], minlength=count) > 0
     with np.errstate(over="ignore"):

@@ -118,11 +118,13 @@ def _vllm(spec: SamplerSpec, centered: bool, num_candidates: int, endpoint: str)
             if endpoint == "chat":
                 remedy = "Use endpoint='generate', which returns sampling_mask."
                 raise RecordError("vLLM's chat has no mask", field="endpoint", value=endpoint, remedy=remedy)
+    # chat rows are cut to the request, sampled token included: one more keeps the head whole
+    count += int(endpoint == "chat" and centered and spec.limit is None)
     if count > VLLM_LOGPROBS_CAP:
         flags.append(f"--max-logprobs {count}")
     if endpoint == "generate":
+        flags.append("--enable-scale-out")
         return RequestParameters({"sampling_params": _sampling(spec) | {"logprobs": count}}, tuple(flags))
-    # the chat shape cuts its rows to the request, sampled token included: one more keeps the head whole
     chat = {
         "logprobs": True,
         "top_logprobs": count,
