@@ -1,0 +1,205 @@
+"""Records on disk: one safetensors file each, memory-mapped, with a versioned header and checksums.
+
+A file is complete or absent: it is written beside its place, flushed, and renamed. Every byte that matters is
+covered by a checksum, so a truncated or corrupt file raises instead of training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .candidates import CandidateSet
+from .errors import RecordError
+from .record import SamplerRecord
+
+FORMAT = "offpolicy_corr.record"
+VERSION = 1
+_HEADER, _CHECKSUM = "header", "header_crc32"
+_TENSORS = ("tokens", "logprobs", "temperature", "group", "weight_version")
+_ROWS = ("ids", "logprobs", "offsets", "complete")
+REMEDY = "Write the record again from its source; the file cannot be trusted."
+
+
+def save(record: SamplerRecord, path: str | os.PathLike[str]) -> None:
+    """Write ``record`` to ``path``. A process killed at any moment leaves the old file, or none.
+
+    Raises:
+        ImportError: safetensors is missing (``pip install offpolicy-corr[records]``).
+    """
+    library = _safetensors()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(record).items()}
+    header = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "temperature": None if isinstance(record.temperature, Tensor) else float(record.temperature),
+            "group_names": list(record.group_names),
+            "version_names": None if record.version_names is None else list(record.version_names),
+            "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
+        },
+        sort_keys=True,
+    )
+    metadata = {_HEADER: header, _CHECKSUM: str(zlib.crc32(header.encode()))}
+    write_atomically(path, lambda place: library.torch.save_file(tensors, place, metadata))
+
+
+def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
+    """The record at ``path``; its tensors are mapped, pages come in as they are read.
+
+    Args:
+        verify: compare every tensor's checksum, which reads the whole file once. False checks the header and
+            the file's size only.
+
+    Raises:
+        RecordError: truncated, corrupt, of another format or a newer version.
+        FileNotFoundError: nothing there.
+        ImportError: safetensors is missing (``pip install offpolicy-corr[records]``).
+    """
+    library = _safetensors()
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        with library.safe_open(str(path), framework="pt") as file:
+            header = _checked_header(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (library.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"not a readable record ({str(error)[:80]})", field="file", remedy=REMEDY) from None
+    _compare(header["tensors"], tensors, verify)
+    return _assemble(header, tensors)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
+    """Let ``write`` make a file beside ``path``, flush it to the disk, and only then put it in its place."""
+    path = Path(path)
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+    with _temporary(path) as place:
+        write(str(place))
+        with open(place, "rb") as file:
+            os.fsync(file.fileno())
+        place.chmod(mode)
+        os.replace(place, path)
+        _sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself must reach the disk too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _safetensors() -> Any:
+    try:
+        import_module("safetensors.torch")
+        return import_module("safetensors")
+    except ImportError:
+        message = "saving and loading records needs safetensors: pip install offpolicy-corr[records]"
+        raise ImportError(message) from None
+
+
+def _tensors(record: SamplerRecord) -> dict[str, Tensor]:
+    named = {name: getattr(record, name) for name in _TENSORS}
+    if record.candidates is not None:
+        named |= {f"candidates.{name}": getattr(record.candidates, name) for name in _ROWS}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "crc32": _crc32(tensor)}
+
+
+def _crc32(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.numpy().reshape(-1).view(np.uint8).data) if tensor.numel() else 0
+
+
+def _checked_header(metadata: dict[str, str]) -> dict[str, Any]:
+    text, checksum = metadata.get(_HEADER), metadata.get(_CHECKSUM)
+    if text is None or checksum is None:
+        remedy = "This is a safetensors file, and not one that record.save wrote."
+        raise RecordError("no record header", field="file", remedy=remedy)
+    if str(zlib.crc32(text.encode())) != checksum:
+        raise RecordError("the header is corrupt", field="file", value=checksum, remedy=REMEDY)
+    header: dict[str, Any] = json.loads(text)
+    if header.get("format") != FORMAT:
+        raise RecordError("another format", field="file", value=header.get("format"), remedy=REMEDY)
+    if header.get("version") != VERSION:
+        remedy = f"This release reads version {VERSION}: upgrade offpolicy-corr."
+        raise RecordError("another version", field="file", value=header.get("version"), remedy=remedy)
+    return header
+
+
+def _compare(described: dict[str, Any], tensors: dict[str, Tensor], verify: bool) -> None:
+    if set(described) != set(tensors):
+        names = sorted(set(described) ^ set(tensors))
+        raise RecordError("tensors missing or added", field="file", value=names, remedy=REMEDY)
+    for name, tensor in tensors.items():
+        expected = described[name]
+        found = (str(tensor.dtype), list(tensor.shape))
+        if found != (expected["dtype"], expected["shape"]):
+            raise RecordError(f"{name} has another type or shape", field=name, value=found, remedy=REMEDY)
+        if verify and _crc32(tensor) != expected["crc32"]:
+            raise RecordError(f"the bytes of {name} are corrupt", field=name, remedy=REMEDY)
+
+
+def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> SamplerRecord:
+    candidates = None
+    if "candidates.ids" in tensors:
+        parts = [tensors.get(f"candidates.{name}") for name in _ROWS]
+        candidates = CandidateSet(*parts)  # type: ignore[arg-type]
+    versions = header["version_names"]
+    return SamplerRecord(
+        tensors["tokens"],
+        tensors.get("logprobs"),
+        candidates,
+        tensors["temperature"] if "temperature" in tensors else float(header["temperature"]),
+        tensors.get("group"),
+        tuple(header["group_names"]),
+        tensors.get("weight_version"),
+        None if versions is None else tuple(versions),
+    )
+
+
+def same_record(left: SamplerRecord, right: SamplerRecord) -> bool:
+    """Whether two records hold the same values; NaN equals NaN."""
+    a, b = _tensors(left), _tensors(right)
+    names = (left.group_names, left.version_names) == (right.group_names, right.version_names)
+    scalars = [t for t in (left.temperature, right.temperature) if not isinstance(t, Tensor)]
+    if not names or set(a) != set(b) or len(set(scalars)) > 1:
+        return False
+    return all(a[n].dtype == b[n].dtype and _bits(a[n]) == _bits(b[n]) for n in a)
+
+
+def _bits(tensor: Tensor) -> tuple[list[int], bytes]:
+    return list(tensor.shape), tensor.numpy().tobytes()

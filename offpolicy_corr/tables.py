@@ -1,0 +1,231 @@
+"""Records as Arrow tables and Parquet files, one row a sample: for audit tools, SQL and notebooks."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .candidates import CandidateSet
+from .errors import RecordError
+from .record import SamplerRecord
+from .storage import write_atomically
+
+VERSION = 1
+_VERSION_KEY = b"offpolicy_corr.table"
+REMEDY = "Write the table again from its source."
+
+
+def to_arrow(
+    record: SamplerRecord, sequence_ids: Tensor | None = None, loss_mask: Tensor | None = None
+) -> Any:
+    """A ``pyarrow.Table``, one row a sequence, in order of sequence id.
+
+    Columns: ``sequence`` int64; lists over the sequence's tokens: ``tokens``, ``logprobs``, ``temperature``,
+    ``group`` (names), ``weight_version`` (strings), ``loss_mask``; lists of lists: ``candidate_ids``,
+    ``candidate_logprobs``; and ``complete``. Fields that the record lacks are left out.
+
+    Args:
+        record: tokens of a sequence need not be contiguous; they keep their order.
+        sequence_ids: int ``[T]``; None: one sequence, 0.
+        loss_mask: bool or {0, 1} ``[T]``, carried along.
+
+    Raises:
+        ImportError: pyarrow is missing (``pip install offpolicy-corr[records]``).
+    """
+    arrow = _pyarrow()
+    sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids
+    order = sequence.argsort(stable=True)
+    record = record.select(order)
+    numbers, counts = torch.unique_consecutive(sequence[order], return_counts=True)
+    rows = np.concatenate([[0], counts.numpy().cumsum()])
+    columns: dict[str, Any] = {"tokens": record.tokens.numpy()}
+    if record.logprobs is not None:
+        columns["logprobs"] = record.logprobs.numpy()
+    temperature = record.temperature
+    columns["temperature"] = (
+        temperature.numpy() if isinstance(temperature, Tensor) else np.full(len(record), temperature)
+    )
+    columns |= _named(arrow, "group", record.group, record.group_names)
+    columns |= _named(arrow, "weight_version", record.weight_version, record.version_names or ())
+    if loss_mask is not None:
+        columns["loss_mask"] = (loss_mask[order] != 0).numpy()
+    if record.candidates is not None:
+        columns |= _candidate_columns(arrow, record.candidates)
+    lists = {name: _lists(arrow, rows, values) for name, values in columns.items()}
+    table = arrow.table({"sequence": numbers.numpy(), **lists})
+    return table.replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
+
+
+def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
+    """``(record, sequence_ids, loss_mask)`` of a table that `to_arrow` made; validated where the mask is
+    true.
+
+    Raises:
+        RecordError: columns missing, lengths that disagree, or a record that does not validate.
+    """
+    metadata = table.schema.metadata or {}
+    if metadata.get(_VERSION_KEY) != str(VERSION).encode():
+        value = metadata.get(_VERSION_KEY)
+        raise RecordError(
+            "not a table of records, or of another version", field="schema", value=value, remedy=REMEDY
+        )
+    tokens, lengths = _values(table, "tokens")
+    columns = {
+        name: _values(table, name) for name in table.column_names if name not in ("sequence", "tokens")
+    }
+    for name, (_, own) in columns.items():
+        if not np.array_equal(own, lengths):
+            raise RecordError("lists of different length in one row", field=name, remedy=REMEDY)
+    if "temperature" not in columns:
+        raise RecordError("column is missing", field="temperature", remedy=REMEDY)
+    numbers = torch.from_numpy(table.column("sequence").to_numpy().astype(np.int64))
+    sequence_ids = numbers.repeat_interleave(torch.from_numpy(lengths))
+    group, group_names = _indexed(columns, "group")
+    version, version_names = _indexed(columns, "weight_version")
+    ids = _tensor(tokens, "tokens", "i")
+    record = SamplerRecord(
+        ids,
+        _tensor(columns["logprobs"][0], "logprobs", "f") if "logprobs" in columns else None,
+        _candidates(columns, len(ids)),
+        _temperature(_tensor(columns["temperature"][0], "temperature", "f")),
+        group,
+        group_names,
+        version,
+        version_names or None,
+    )
+    loss_mask = _tensor(columns["loss_mask"][0], "loss_mask", "b") if "loss_mask" in columns else None
+    record.validate(loss_mask=loss_mask, sequence_ids=sequence_ids)
+    return record, sequence_ids, loss_mask
+
+
+def to_parquet(
+    record: SamplerRecord,
+    path: str | os.PathLike[str],
+    sequence_ids: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+) -> None:
+    """`to_arrow`, written atomically with page checksums."""
+    parquet = _parquet()
+    table = to_arrow(record, sequence_ids, loss_mask)
+    write_atomically(path, lambda place: parquet.write_table(table, place, write_page_checksum=True))
+
+
+def from_parquet(path: str | os.PathLike[str]) -> tuple[SamplerRecord, Tensor, Tensor | None]:
+    """`from_arrow` of a Parquet file.
+
+    Raises:
+        RecordError: also a truncated or corrupt file.
+    """
+    arrow, parquet = _pyarrow(), _parquet()
+    try:
+        table = parquet.read_table(path, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise RecordError(f"not readable Parquet ({str(error)[:80]})", field="file", remedy=REMEDY) from None
+    return from_arrow(table)
+
+
+def _pyarrow() -> Any:
+    try:
+        return import_module("pyarrow")
+    except ImportError:
+        raise ImportError("Arrow tables need pyarrow: pip install offpolicy-corr[records]") from None
+
+
+def _parquet() -> Any:
+    _pyarrow()
+    return import_module("pyarrow.parquet")
+
+
+def _lists(arrow: Any, rows: Any, values: Any) -> Any:
+    kind = arrow.LargeListArray if int(rows[-1]) >= 2**31 else arrow.ListArray
+    width = np.int64 if kind is arrow.LargeListArray else np.int32
+    return kind.from_arrays(arrow.array(rows.astype(width)), arrow.array(values))
+
+
+def _named(arrow: Any, name: str, index: Tensor | None, names: tuple[str, ...]) -> dict[str, Any]:
+    """Names in place of indices; numbers where there are none; null for −1."""
+    if index is None:
+        return {}
+    values = index.numpy()
+    if not names:
+        return {name: arrow.array(values.astype(np.int64), mask=values < 0)}
+    indices = arrow.array(values.astype(np.int32), mask=values < 0)
+    return {name: arrow.DictionaryArray.from_arrays(indices, arrow.array(list(names)))}
+
+
+def _candidate_columns(arrow: Any, candidates: CandidateSet) -> dict[str, Any]:
+    offsets = candidates.offsets.numpy()
+    columns = {
+        "complete": candidates.complete.numpy(),
+        "candidate_ids": _lists(arrow, offsets, candidates.ids.numpy()),
+    }
+    if candidates.logprobs is not None:
+        columns["candidate_logprobs"] = _lists(arrow, offsets, candidates.logprobs.numpy())
+    return columns
+
+
+def _values(table: Any, name: str) -> tuple[Any, Any]:
+    """The column's items end to end, and the length of each row's list."""
+    try:
+        column = table.column(name).combine_chunks()
+        if column.null_count:
+            raise RecordError("nulls in the column", field=name, value=column.null_count, remedy=REMEDY)
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+        return column.flatten(), lengths
+    except (KeyError, AttributeError, ValueError) as error:
+        raise RecordError(f"not a column of lists ({str(error)[:60]})", field=name, remedy=REMEDY) from None
+
+
+def _tensor(values: Any, name: str, kinds: str) -> Tensor:
+    """``kinds``: the numpy kinds allowed, of ``i`` (integers), ``f`` (floats), ``b`` (bools). No nulls."""
+    if values.null_count:
+        raise RecordError("nulls in the column", field=name, value=values.null_count, remedy=REMEDY)
+    if np.dtype(values.type.to_pandas_dtype()).kind not in kinds:
+        raise RecordError("another type", field=name, value=str(values.type), remedy=REMEDY)
+    return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+
+
+def _temperature(values: Tensor) -> float | Tensor:
+    return float(values[0]) if len(values) and bool((values == values[0]).all()) else values
+
+
+def _indexed(columns: dict[str, Any], name: str) -> tuple[Tensor | None, tuple[str, ...]]:
+    if name not in columns:
+        return None, ()
+    values = columns[name][0]
+    if hasattr(values, "dictionary"):
+        names = tuple(values.dictionary.to_pylist())
+        return _tensor(values.indices.fill_null(-1), name, "i").to(torch.int64), names
+    return _tensor(values.fill_null(-1), name, "i").to(torch.int64), ()
+
+
+def _candidates(columns: dict[str, Any], count: int) -> CandidateSet | None:
+    if "candidate_ids" not in columns:
+        return None
+    if "complete" not in columns:
+        raise RecordError("column is missing", field="complete", remedy=REMEDY)
+    complete = _tensor(columns["complete"][0], "complete", "b")
+    ids, lengths = _inner(columns["candidate_ids"][0], "candidate_ids")
+    offsets = torch.zeros(count + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    logprobs = None
+    if "candidate_logprobs" in columns:
+        values, own = _inner(columns["candidate_logprobs"][0], "candidate_logprobs")
+        if not torch.equal(own, lengths):
+            raise RecordError("ids and log-probs differ in length", field="candidate_logprobs", remedy=REMEDY)
+        logprobs = _tensor(values, "candidate_logprobs", "f")
+    return CandidateSet(_tensor(ids, "candidate_ids", "i"), logprobs, offsets, complete)
+
+
+def _inner(values: Any, name: str) -> tuple[Any, Tensor]:
+    """Items and lengths of a column's inner lists."""
+    if values.null_count or not hasattr(values, "value_lengths"):
+        raise RecordError("not a column of lists of lists", field=name, value=str(values.type), remedy=REMEDY)
+    return values.flatten(), torch.from_numpy(values.value_lengths().to_numpy().astype(np.int64))

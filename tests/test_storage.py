@@ -1,0 +1,208 @@
+"""Records on disk come back the same, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offpolicy_corr as oc
+from offpolicy_corr.storage import same_record, save
+
+pytest.importorskip("safetensors", reason="needs the records extra")
+
+
+def heads(count: int, size: int, seed: int = 0) -> oc.SamplerRecord:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, 4 * size, generator=generator)
+    top = (logits * 3).log_softmax(1).topk(size)
+    candidates = oc.CandidateSet.from_topk(top.indices, top.values)
+    return oc.SamplerRecord(
+        top.indices[:, 0].clone(),
+        top.values[:, 0].clone(),
+        candidates,
+        torch.full((count,), 0.8),
+        torch.arange(count) % 2,
+        ("h100", "b200"),
+        torch.arange(count) % 3 - 1,
+        ("41", "step 42"),
+    )
+
+
+def mixed() -> oc.SamplerRecord:
+    first = oc.CandidateSet.from_topk(
+        torch.tensor([[1, 2], [3, -1]]), torch.tensor([[-0.5, -2.0], [-0.1, 0.0]])
+    )
+    second = oc.CandidateSet.from_support(
+        torch.tensor([7, 8]), torch.tensor([0, 2]), torch.tensor([0.5, 0.5]).log()
+    )
+    records = [
+        oc.SamplerRecord(torch.tensor([1, 3]), torch.tensor([-0.5, -0.1]), first, 0.7),
+        oc.SamplerRecord(torch.tensor([8]), torch.tensor([0.5]).log(), second, 1.0),
+    ]
+    return oc.SamplerRecord.concat(records)
+
+
+RECORDS = {
+    "heads": lambda: heads(50, 8),
+    "mixed": mixed,
+    "ids alone": lambda: oc.SamplerRecord(
+        torch.tensor([7, 9]), None,
+        oc.CandidateSet.from_support(torch.tensor([7, 8, 9], dtype=torch.int32), torch.tensor([0, 2, 3])),
+    ),
+    "tokens alone": lambda: oc.SamplerRecord(torch.tensor([7, 9]), temperature=0.6),
+    "empty": lambda: oc.SamplerRecord(torch.zeros(0, dtype=torch.int64), torch.zeros(0)),
+    "missing values": lambda: oc.SamplerRecord(torch.tensor([1, 2]), torch.tensor([-0.5, torch.nan])),
+    "float64": lambda: oc.SamplerRecord(torch.tensor([1]), torch.tensor([-0.1], dtype=torch.float64)),
+    "names": lambda: oc.SamplerRecord(
+        torch.tensor([1]), group=torch.tensor([0]), group_names=("größe 漢\n\"",),
+        weight_version=torch.tensor([2**40]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_record_comes_back_bit_for_bit(kind: str, verify: bool, tmp_path: Path) -> None:
+    record = RECORDS[kind]()
+    record.save(tmp_path / "r.safetensors")
+    assert same_record(oc.SamplerRecord.load(tmp_path / "r.safetensors", verify=verify), record)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+def test_same_record_sees_differences() -> None:
+    record = heads(4, 2)
+    changed = record.logprobs.clone()
+    changed[2] -= 1e-6
+    others = [
+        oc.SamplerRecord(record.tokens, changed, record.candidates, record.temperature),
+        oc.SamplerRecord(record.tokens, record.logprobs),
+        record.select(torch.tensor([0, 1, 2])),
+    ]
+    assert same_record(record, heads(4, 2)) and not any(same_record(record, other) for other in others)
+    plain = [oc.SamplerRecord(record.tokens, temperature=t) for t in (0.7, 0.8)]
+    assert not same_record(*plain)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "names"])
+def test_any_changed_byte_raises_or_changes_nothing(kind: str, tmp_path: Path) -> None:
+    record, path = RECORDS[kind](), tmp_path / "r"
+    record.save(path)
+    good = path.read_bytes()
+    refused = 0
+    for position in range(len(good)):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x15]) + good[position + 1 :])
+        try:
+            assert same_record(oc.SamplerRecord.load(path), record), position
+        except oc.RecordError:
+            refused += 1
+    assert refused > 0.95 * len(good)  # what is left is padding between the header and the data
+
+
+def test_every_truncation_raises(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    mixed().save(path)
+    good = path.read_bytes()
+    for size in [*range(0, len(good), 7), len(good) - 1]:
+        path.write_bytes(good[:size])
+        with pytest.raises(oc.RecordError):
+            oc.SamplerRecord.load(path, verify=False)
+    path.write_bytes(good + b"\0")
+    with pytest.raises(oc.RecordError):
+        oc.SamplerRecord.load(path)
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change the header and make its checksum right again."""
+    import zlib
+
+    from safetensors.torch import load_file, safe_open, save_file
+
+    with safe_open(str(path), framework="pt") as file:
+        header = json.loads(file.metadata()["header"])
+    text = json.dumps(header | changes)
+    save_file(load_file(path), path, {"header": text, "header_crc32": str(zlib.crc32(text.encode()))})
+
+
+@pytest.mark.parametrize("changes", [{"version": 2}, {"format": "other"}, {"tensors": {}}])
+def test_other_versions_and_formats_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    mixed().save(path)
+    rewrite(path, **changes)
+    with pytest.raises(oc.RecordError) as caught:
+        oc.SamplerRecord.load(path)
+    assert caught.value.remedy
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"tokens": torch.zeros(3)}, tmp_path / "r")
+    with pytest.raises(oc.RecordError, match="no record header"):
+        oc.SamplerRecord.load(tmp_path / "r")
+    with pytest.raises(FileNotFoundError):
+        oc.SamplerRecord.load(tmp_path / "nothing")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r"
+    mixed().save(path)
+
+    def broken(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save(heads(5, 2), path)
+    assert same_record(oc.SamplerRecord.load(path), mixed())
+    assert [p.name for p in tmp_path.iterdir()] == ["r"]
+
+
+WRITER = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_storage import heads
+record = heads(20_000, 64)
+print("ready", flush=True)
+while True:
+    record.save({path!r})
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03])
+def test_a_killed_writer_leaves_a_whole_file(delay: float, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    mixed().save(path)
+    script = WRITER.format(tests=str(Path(__file__).parent), path=str(path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            writer.wait(delay)
+        writer.send_signal(signal.SIGKILL)
+    read = oc.SamplerRecord.load(path)
+    assert same_record(read, mixed()) or len(read) == 20_000
+
+
+def test_loading_maps_the_file(tmp_path: Path) -> None:
+    record = heads(200_000, 64)
+    record.save(tmp_path / "r")
+    del record
+    size = (tmp_path / "r").stat().st_size
+    script = (
+        "import torch, offpolicy_corr as oc, sys\n"
+        "pages = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "oc.SamplerRecord.load(sys.argv[2])\n"
+        "before = pages(); r = oc.SamplerRecord.load(sys.argv[1], verify=False); print(pages() - before)"
+    )
+    mixed().save(tmp_path / "small")
+    arguments = [sys.executable, "-c", script, str(tmp_path / "r"), str(tmp_path / "small")]
+    grown = int(subprocess.run(arguments, capture_output=True, check=True, text=True).stdout)
+    assert grown < size / 10

@@ -1,0 +1,97 @@
+"""Arrow and Parquet: one row a sample, there and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_storage import RECORDS, heads, mixed
+
+import offpolicy_corr as oc
+from offpolicy_corr.storage import same_record
+
+pyarrow = pytest.importorskip("pyarrow", reason="needs the records extra")
+
+from offpolicy_corr.tables import from_arrow, from_parquet, to_arrow, to_parquet  # noqa: E402
+
+
+def test_one_row_a_sample_with_names_in_place_of_indices() -> None:
+    record, samples = heads(6, 2), torch.tensor([3, 1, 1, 3, 3, 1])
+    table = to_arrow(record, samples, torch.tensor([1, 1, 0, 1, 0, 1]))
+    assert table.column("sequence").to_pylist() == [1, 3]
+    assert table.column("tokens").to_pylist()[0] == record.tokens[[1, 2, 5]].tolist()
+    assert table.column("group").to_pylist() == [["b200", "h100", "b200"], ["h100", "b200", "h100"]]
+    assert table.column("weight_version").to_pylist() == [["41", "step 42", "step 42"], [None, None, "41"]]
+    assert table.column("loss_mask").to_pylist() == [[True, False, True], [True, True, False]]
+    assert table.column("candidate_ids").to_pylist()[0][1] == record.candidates.ids[4:6].tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(set(RECORDS) - {"missing values"}))
+def test_a_table_comes_back_as_the_record(kind: str, tmp_path: Path) -> None:
+    record = RECORDS[kind]()
+    samples = torch.arange(len(record)) // 2
+    for read in (from_arrow(to_arrow(record, samples)), None):
+        if read is None:
+            to_parquet(record, tmp_path / "t.parquet", samples)
+            read = from_parquet(tmp_path / "t.parquet")
+        back, ids, mask = read
+        assert torch.equal(ids, samples) and mask is None
+        assert torch.equal(back.tokens, record.tokens)
+        same_temperature = torch.as_tensor(back.temperature) == torch.as_tensor(record.temperature)
+        assert bool(same_temperature.all())
+        plain = [oc.SamplerRecord(r.tokens, r.logprobs, r.candidates, 1.0, r.group, r.group_names,
+                                  r.weight_version, r.version_names) for r in (back, record)]  # fmt: skip
+        assert same_record(*plain)
+
+
+def test_masked_tokens_may_be_missing_and_trained_ones_may_not() -> None:
+    record = RECORDS["missing values"]()
+    assert from_arrow(to_arrow(record, None, torch.tensor([1, 0])))[2].tolist() == [True, False]
+    with pytest.raises(oc.RecordError, match="finite"):
+        from_arrow(to_arrow(record, None, torch.tensor([1, 1])))
+
+
+def test_damaged_tables_are_refused() -> None:
+    table = to_arrow(mixed())
+    keep = {b"offpolicy_corr.table": b"1"}
+    wrong = {
+        "tokens": pyarrow.array([[1.5, 3.0, 8.0]]),
+        "logprobs": pyarrow.array([[-0.5, -0.1]]),
+        "temperature": pyarrow.array([None], pyarrow.list_(pyarrow.float64())),
+        "candidate_ids": pyarrow.array([[1, 2, 3]]),
+        "candidate_logprobs": pyarrow.array([[[-0.5], [-0.1], [-0.7, -0.7]]]),
+        "complete": pyarrow.array([[None, False, True]]),
+    }
+    for name, column in wrong.items():
+        damaged = table.set_column(table.column_names.index(name), name, column)
+        with pytest.raises(oc.RecordError) as caught:
+            from_arrow(damaged.replace_schema_metadata(keep))
+        assert caught.value.field in (name, "candidate_logprobs", "temperature")
+    for name in ("tokens", "complete", "temperature"):
+        with pytest.raises(oc.RecordError):
+            from_arrow(table.drop_columns([name]))
+    with pytest.raises(oc.RecordError, match="not a table of records"):
+        from_arrow(table.replace_schema_metadata({}))
+
+
+def test_corrupt_and_truncated_parquet_raises(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    to_parquet(heads(300, 4), path)
+    good = path.read_bytes()
+    before = from_parquet(path)[0]
+    for size in (0, 3, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:size])
+        with pytest.raises(oc.RecordError):
+            from_parquet(path)
+    refused = 0
+    positions = range(5, len(good), 97)
+    for position in positions:
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x15]) + good[position + 1 :])
+        try:
+            assert same_record(from_parquet(path)[0], before)
+        except oc.RecordError:
+            refused += 1
+    assert refused > 0.5 * len(positions)
+    with pytest.raises(FileNotFoundError):
+        from_parquet(tmp_path / "nothing")
