@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,23 @@ class SamplerRecord:
         """
         check_record(self, vocab_size, loss_mask, sequence_ids)
         return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, atomically; see `storage.save`. Needs the ``records`` extra."""
+        from .storage import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
+        """The record that `save` wrote, memory-mapped; see `storage.load`. Needs the ``records`` extra.
+
+        Raises:
+            RecordError: a truncated or corrupt file, another format, a newer version.
+        """
+        from .storage import load
+
+        return load(path, verify)
 
 
 def _index(tensor: Tensor | None, index: Tensor) -> Tensor | None:
