@@ -129,17 +129,13 @@ def run(args: argparse.Namespace, show: Callable[[str], None] = print) -> dict[s
         results = {variant: _child(variant, dtype, shared) for variant in VARIANTS}
         plain = results["autograd"]
         for variant, result in results.items():
-            row = {
-                "dtype": dtype,
-                "variant": variant,
-                **result,
-                "speed_up": plain["seconds"] / result["seconds"],
-                "memory_ratio": result["extra_bytes"] / plain["extra_bytes"],
-            }
-            rows.append(row)
+            speed_up = plain["seconds"] / result["seconds"]
+            memory_ratio = result["extra_bytes"] / plain["extra_bytes"]
+            ratios = {"speed_up": speed_up, "memory_ratio": memory_ratio}
+            rows.append({"dtype": dtype, "variant": variant, **result, **ratios})
             show(
-                f"{dtype:6}{variant:22}{row['seconds']:9.2f}{row['speed_up']:9.1f}x"
-                f"{row['extra_bytes'] / 2**20:11.0f}{row['memory_ratio']:13.3f}"
+                f"{dtype:6}{variant:22}{result['seconds']:9.2f}{speed_up:9.1f}x"
+                f"{result['extra_bytes'] / 2**20:11.0f}{memory_ratio:13.3f}"
             )
     return {
         "benchmark": "cpu",

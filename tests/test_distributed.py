@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import RULES, Problem, gradient_through
 
 import offpolicy_corr as oc
+from support import RULES, Problem, gradient_through
 
 VOCAB, TRUE_VOCAB = 16, 13  # four shards of four columns: the vocabulary ends inside the last one
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import ENTRANCES, RULES, Problem, gradient_through
 from torch import Tensor
 
 import offpolicy_corr as oc
+from support import ENTRANCES, RULES, Problem, gradient_through
 
 rules = st.sampled_from(RULES)
 kinds = st.sampled_from(["head", "support", "mixed"])
@@ -246,11 +246,9 @@ def test_gradcheck_of_policy_loss_where_its_constants_do_not_depend_on_the_logit
         hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
         head = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
         bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-        from_hidden = (
-            lambda h, w, b, o=options: (
-                oc.policy_loss_from_hidden(
-                    h, w, problem.record(), problem.advantages[:3], bias=b, logit_softcap=3.0, **o
-                ).loss
-            )
+        from_hidden = lambda h, w, b, o=options: (
+            oc.policy_loss_from_hidden(
+                h, w, problem.record(), problem.advantages[:3], bias=b, logit_softcap=3.0, **o
+            ).loss
         )
         assert torch.autograd.gradcheck(from_hidden, (hidden, head, bias), atol=1e-7)

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from support import Problem, gradient_through
 
 import offpolicy_corr as oc
 from offpolicy_corr import guards
+from support import Problem, gradient_through
 
 IDS = torch.tensor([2, 0, 2, 0, 4, 2])
 

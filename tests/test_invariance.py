@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import ENTRANCES, RULES, Problem, gradient_through
 from torch import Tensor
 
 import offpolicy_corr as oc
 from offpolicy_corr import dense, hidden
+from support import ENTRANCES, RULES, Problem, gradient_through
 
 rules = st.sampled_from(RULES)
 kinds = st.sampled_from(["head", "support", "mixed"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import Problem
 from torch import Tensor
 
 import offpolicy_corr as oc
+from support import Problem
 
 
 def dense(problem: Problem, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import ENTRANCES, RULES, Problem, gradient_through
 from torch import Tensor
 
 import offpolicy_corr as oc
+from support import ENTRANCES, RULES, Problem, gradient_through
 
 IDS = torch.tensor([3, 0, 3, 1, 0, 0])  # neither sorted nor contiguous; 2 does not occur
 MASK = torch.tensor([True, True, True, False, True, False])

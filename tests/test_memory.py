@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from offpolicy_corr import dense, hidden
+from support import Problem
 
 T, V = 32, 64
 
@@ -49,7 +49,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_from_logits_the_gradient_is_the_only_large_tensor(dtype: torch.dtype, inplace: bool, factor: float) -> None:
+def test_from_logits_the_gradient_is_the_only_large_tensor(
+    dtype: torch.dtype, inplace: bool, factor: float
+) -> None:
     problem = Problem(size=T, vocab=V, dtype=torch.float32)
     logits = problem.logits.to(dtype)
     inner = logits.requires_grad_().view(T, V)
@@ -77,7 +79,9 @@ def test_selected_logprobs_makes_one_large_tensor_in_its_backward_and_none_befor
     problem = Problem(size=T, vocab=V, dtype=torch.float32)
     leaf = problem.logits.requires_grad_()
     with Allocations() as seen:
-        logp, candidates, _ = oc.selected_logprobs(leaf, problem.tokens, problem.candidates, problem.temperature)
+        logp, candidates, _ = oc.selected_logprobs(
+            leaf, problem.tokens, problem.candidates, problem.temperature
+        )
         assert seen.large(leaf) == 0
         (logp.sum() + candidates.sum()).backward()
     assert seen.large(leaf) == 1

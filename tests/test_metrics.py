@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from support import Problem
 
 import offpolicy_corr as oc
+from support import Problem
 
 
 def summary(problem: Problem, record: oc.SamplerRecord, **options) -> dict[str, float]:  # type: ignore[no-untyped-def]

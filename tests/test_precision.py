@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import ENTRANCES, RULES, Problem, gradient_through
 
 import offpolicy_corr as oc
+from support import ENTRANCES, RULES, Problem, gradient_through
 
 
 def tiny_trainer_tail(dtype: torch.dtype) -> tuple[torch.Tensor, oc.SamplerRecord]:

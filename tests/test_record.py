@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import ENTRANCES, Problem, gradient_through
 
 import offpolicy_corr as oc
+from support import ENTRANCES, Problem, gradient_through
 
 
 def good(**changes: Any) -> oc.SamplerRecord:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import ENTRANCES, gradient_through
 
 import offpolicy_corr as oc
+from support import ENTRANCES, gradient_through
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "corrections.json").read_text())[
     "cases"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import RULES, Problem, gradient_through
 from torch import Tensor
 
 import offpolicy_corr as oc
+from support import RULES, Problem, gradient_through
 
 RATIOS = [0.2, 0.49999, 0.5, 1.0, 2.0, 5.0, 5.00001]
 
