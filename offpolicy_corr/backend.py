@@ -20,8 +20,10 @@ _FUSED_RULES = (Unweighted, FullIS, TruncatedIS, MaskedIS, ClampedIS, PPOClip)
 Visit = Callable[[Tensor, dense.Job, "Tensor | None"], Tensor]
 
 
-def choose(backend: str, device: torch.device, rule: WeightRule | None = None) -> str:
-    """``"torch"`` or ``"triton"``. ``"auto"`` takes Triton on a GPU where it can serve, PyTorch elsewhere.
+def choose(backend: str, like: Tensor, rule: WeightRule | None = None) -> str:
+    """``"torch"`` or ``"triton"``, for logits of the dtype and on the device of ``like``.
+
+    ``"auto"`` takes Triton on a GPU where it can serve, PyTorch elsewhere.
 
     Raises:
         ValueError: an unknown name.
@@ -31,31 +33,40 @@ def choose(backend: str, device: torch.device, rule: WeightRule | None = None) -
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
         return "torch"
-    obstacle = _triton_obstacle(device, rule)
+    obstacle = _triton_obstacle(like, rule)
     if backend == "triton" and obstacle:
         raise RuntimeError(f"backend='triton' cannot serve: {obstacle}. Use backend='torch' or 'auto'")
-    return "torch" if obstacle or (backend == "auto" and device.type != "cuda") else "triton"
+    return "torch" if obstacle or (backend == "auto" and like.device.type != "cuda") else "triton"
 
 
 def visit(backend: str) -> Visit:
     """The function that computes loss, diagnostics and gradient of a block of logits."""
-    return dense.visit
+    if backend != "triton":
+        return dense.visit
+    from .kernels import loss
+
+    return loss.visit
 
 
 def pair(backend: str) -> ModuleType:
     """The module whose ``forward`` and ``backward`` serve `selected_logprobs`."""
-    return torch_pair
+    if backend != "triton":
+        return torch_pair
+    from .kernels import pair as triton_pair
+
+    return triton_pair
 
 
-def _triton_obstacle(device: torch.device, rule: WeightRule | None) -> str | None:
+def _triton_obstacle(like: Tensor, rule: WeightRule | None) -> str | None:
     if rule is not None and type(rule) not in _FUSED_RULES:
         return f"{type(rule).__name__} is not one of the fused weight rules"
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     if importlib.util.find_spec("offpolicy_corr.kernels.loss") is None:
         return "this build has no kernels"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            f"the logits are on {device.type}; set TRITON_INTERPRET=1 before importing to interpret kernels"
-        )
+    if like.dtype == torch.float64:
+        return "the kernels compute in float32 and the logits are float64"
+    if like.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        where = f"the logits are on {like.device.type}"
+        return f"{where}; set TRITON_INTERPRET=1 before importing to interpret kernels"
     return None

@@ -58,7 +58,7 @@ def selected_logprobs(
     if tokens.shape != logits.shape[:1]:
         raise ValueError(f"tokens must be [T] = ({logits.shape[0]},), got {tuple(tokens.shape)}")
     check_record(record, shard.vocab_size, loss_mask, None)
-    chosen = backends.choose(backend, logits.device)
+    chosen = backends.choose(backend, logits)
     unused = torch.zeros(tokens.shape, device=logits.device)
     terms = Terms(tokens, unused, unused, unused, temperature, ids_only)
     selection = Selection(terms, as_mask(loss_mask, tokens), shard)

@@ -86,7 +86,7 @@ def prepare(
         ValueError: options that contradict each other or the record; advantages that are not finite.
     """
     settings = options.settings()
-    chosen = backends.choose(options.backend, like.device, settings.correction.weight)
+    chosen = backends.choose(options.backend, like, settings.correction.weight)
     check_reduction(options.reduction, options.denominator, options.sequence_ids)
     _check_shapes(record, advantages, options, like.shape[0])
     check_lengths(record)

@@ -1,0 +1,76 @@
+"""How kernels are launched: tile sizes, and inputs in the form that kernels take."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offpolicy_corr.candidates import CandidateSet
+from offpolicy_corr.segments import segment_sum
+from offpolicy_corr.terms import Terms
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tiles(NamedTuple):
+    """Columns and candidates that a program handles at a time, and its warps; every configuration is compiled
+    ahead of time in the tests.
+
+    Fixed per dtype, never tuned at run time: a trial of an in-place kernel would consume its input.
+    """
+
+    columns: int
+    candidates: int
+    warps: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"BLOCK": self.columns, "K_BLOCK": self.candidates, "num_warps": self.warps, "num_stages": 1}
+
+
+# 32 elements per thread: fewer barriers per logit than smaller tiles, and at about 100 registers two programs of
+# 8 warps on a multiprocessor, so that one loads while the other is at a barrier or among its candidates, and no more
+# than two rows per multiprocessor compete for the L2 cache
+TILES = {
+    torch.bfloat16: Tiles(8192, 128, 8),
+    torch.float16: Tiles(8192, 128, 8),
+    torch.float32: Tiles(4096, 128, 8),
+}
+# rows this short leave most of a large tile unused
+NARROW = Tiles(1024, 128, 4)
+NARROW_COLUMNS = 4096
+
+
+def tiles_for(dtype: torch.dtype, columns: int) -> Tiles:
+    """Raises TypeError for a dtype that the kernels do not take."""
+    if dtype not in TILES:
+        raise TypeError(f"kernels compute in float32 and take bf16, fp16 or fp32 logits, not {dtype}")
+    return NARROW if columns <= NARROW_COLUMNS else TILES[dtype]
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+def sharpness(terms: Terms, device: torch.device) -> Tensor:
+    """log2(e) / temperature, fp32 ``[T]``: what turns a logit into an exponent of 2."""
+    temperature = terms.temperature
+    if isinstance(temperature, Tensor):
+        return (math.log2(math.e) / temperature.double()).float().contiguous()
+    return torch.full((len(terms),), math.log2(math.e) / temperature, dtype=torch.float32, device=device)
+
+
+def unrecorded_mass(candidates: CandidateSet) -> Tensor:
+    """1 − Q_H, fp32 ``[T]``, subtracted in fp64: it is data, and ρ divides by small values of it."""
+    assert candidates.logprobs is not None
+    return (1.0 - segment_sum(candidates.logprobs.double().exp(), candidates.offsets)).float()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Kernels index ``[T]`` and ``[nnz]`` inputs without strides."""
+    return None if tensor is None else tensor.contiguous()

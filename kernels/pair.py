@@ -1,0 +1,77 @@
+"""`selected_logprobs` on the device: one read of the logits forward, one read and one write backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offpolicy_corr.pair import Saved, Selection
+from offpolicy_corr.pair import row_gradient as closed_form
+from offpolicy_corr.replay import from_statistics
+
+from .launch import contiguous, on_device_of, sharpness, tiles_for
+from .shards import local_statistics, shared_statistics
+from .statistics import row_gradient
+
+_LN2 = math.log(2.0)
+
+
+def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """`offpolicy_corr.pair.forward`, without compaction: ``saved`` has all rows, masked ones hold anything."""
+    terms, trained, shard = selection.terms, selection.trained, selection.shard
+    heat = sharpness(terms, logits.device)
+    statistics = local_statistics if shard.group is None else shared_statistics
+    stats = statistics(logits, terms, trained, shard, heat)
+    stats = replace(
+        stats, moment=stats.moment * _LN2, token=stats.token * _LN2, candidates=stats.candidates * _LN2
+    )
+    trainer = from_statistics(stats, terms.candidates)
+    saved = Saved(stats.peak, stats.total.log(), trainer.entropy, trainer.token, trainer.candidates)
+    logp, candidate_logp, entropy = trainer.token, trainer.candidates, trainer.entropy
+    if trained is not None:
+        logp, entropy = torch.where(trained, logp, 0.0), torch.where(trained, entropy, 0.0)
+        if terms.candidates is not None:
+            candidate_logp = torch.where(trained[terms.candidates.rows], candidate_logp, 0.0)
+    return logp, candidate_logp, entropy, saved
+
+
+def backward(
+    logits: Tensor, selection: Selection, saved: Saved, upstream: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """`offpolicy_corr.pair.backward`."""
+    terms, trained, shard = selection.terms, selection.trained, selection.shard
+    gradient = torch.empty_like(logits)
+    gradient[:, shard.width :].zero_()
+    if len(terms) == 0:
+        return gradient
+    # upstream gradients may be expanded or strided: from here on they are plain fp32
+    on_token, on_candidates, on_entropy = (u.to(torch.float32).contiguous() for u in upstream)
+    whole = closed_form(terms, saved, on_token, on_candidates, on_entropy)
+    assert whole.entropy is not None
+    heat = sharpness(terms, logits.device)
+    cooling = heat * _LN2
+    scale = cooling * (-whole.log_total).exp()
+    slope = scale * whole.entropy * _LN2
+    level = scale * (whole.dense + whole.entropy * (saved.entropy - whole.log_total))
+    ids = offsets = values = listed = None
+    candidates = terms.candidates
+    if candidates is not None:
+        rows = candidates.rows
+        ids, offsets = candidates.ids.contiguous(), candidates.offsets.contiguous()
+        values = whole.candidates * cooling[rows]
+        hits = torch.where(candidates.ids == terms.tokens[rows], rows, len(terms))
+        listed = torch.zeros(len(terms) + 1, dtype=torch.bool, device=logits.device).index_fill_(
+            0, hits, True
+        )
+    strides, out_strides = logits.stride(), gradient.stride()
+    with on_device_of(logits):
+        row_gradient[(len(terms),)](
+            logits, gradient, terms.tokens.contiguous(), contiguous(trained), heat, saved.peak, level, slope,
+            ids, offsets, values, whole.token * cooling, listed, *strides, *out_strides, shard.width, shard.first_id,
+            SLOPED=True, CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
+            **tiles_for(logits.dtype, shard.width).options,
+        )  # fmt: skip
+    return gradient
