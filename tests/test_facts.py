@@ -46,7 +46,7 @@ def expected_gradient(
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rule=rules, kind=kinds, seed=seeds, sign=signs, entrance=entrances, k=st.integers(1, 7))
 def test_a_constant_reward_moves_nothing_under_the_modelled_sampler(
     rule: oc.WeightRule, kind: str, seed: int, sign: float, entrance: str, k: int
@@ -66,7 +66,7 @@ def test_without_centering_a_constant_reward_does_move_the_policy() -> None:
         assert drift.abs().max() > 1e-2, rule
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rule=rules, seed=seeds, sign=signs, k=st.integers(1, 6))
 def test_the_certificate_bounds_the_drift_under_the_true_sampler(
     rule: oc.WeightRule, seed: int, sign: float, k: int
@@ -87,7 +87,7 @@ def test_the_certificate_bounds_the_drift_under_the_true_sampler(
     assert (sharper <= certificate + 1e-12).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rule=rules, kind=kinds, seed=seeds, center=st.booleans(), entrance=entrances)
 def test_gradients_sum_to_zero_over_the_vocabulary(
     rule: oc.WeightRule, kind: str, seed: int, center: bool, entrance: str
@@ -106,7 +106,7 @@ def test_gradients_sum_to_zero_over_the_vocabulary(
     torch.testing.assert_close(gradient.sum(1), torch.zeros(6, dtype=torch.float64), atol=1e-10, rtol=0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rule=rules, kind=kinds, seed=seeds, center=st.booleans())
 def test_all_entrances_agree(rule: oc.WeightRule, kind: str, seed: int, center: bool) -> None:
     problem = Problem(kind=kind, seed=seed)
@@ -155,7 +155,7 @@ def test_centering_changes_nothing_where_no_ratio_is_masked_or_truncated(rule: o
         torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_plain_centering_on_an_exact_support_pulls_towards_q_without_the_trainer(seed: int) -> None:
     problem = Problem(kind="support", seed=seed, temperature=1.0)

@@ -87,6 +87,12 @@ def test_masked_tokens_do_not_count_and_a_nan_ratio_drops_its_sequence(guard, ga
     assert guard(log_ratio, spoiled_ids, mask, 0.5, 2.0).all()
 
 
+@pytest.mark.parametrize("guard", [guards.geometric_mean, guards.product, guards.outlier])
+def test_a_sequence_without_a_trained_token_is_kept_whatever_the_band(guard) -> None:  # type: ignore[no-untyped-def]
+    mask = (IDS != 4).float()
+    assert guard(ratios(*[1.0] * 6), IDS, mask, 1.5, 2.0).tolist() == [False, True, False, True, True]
+
+
 def test_bad_arguments() -> None:
     for low, high in ((2.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="bounds must satisfy"):

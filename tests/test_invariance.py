@@ -45,7 +45,7 @@ def spoil(problem: Problem, mask: Tensor, garbage: float) -> tuple[Tensor, oc.Sa
     return logits, bad, torch.where(mask, problem.advantages, garbage)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rule=rules, kind=kinds, seed=seeds, entrance=entrances, garbage=st.sampled_from(GARBAGE),
     mask=st.lists(st.booleans(), min_size=6, max_size=6), center=st.booleans(),
@@ -76,7 +76,7 @@ def test_masked_positions_may_hold_anything(
         torch.testing.assert_close(values[trained], getattr(clean.tokens, name), equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rule=rules, kind=kinds, seed=seeds, entrance=entrances)
 def test_rows_do_not_see_each_other(rule: oc.WeightRule, kind: str, seed: int, entrance: str) -> None:
     """Shuffled rows, and each row's candidates shuffled, give the shuffled gradient to the last bit but one."""
@@ -138,7 +138,7 @@ def test_chunk_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, b
         torch.testing.assert_close(again.loss, out.loss, atol=1e-13, rtol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=seeds,
     cut=st.integers(0, 6),
