@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import answers
 import numpy as np
 import pytest
-import test_faults_accepted
 import torch
-from answers import FILTERED, HEAD, PLAIN, SLIME, SUPPORT, log
-from faults import generate, record, support, turns
 from offpolicy_corr.integrations import sglang, vllm
 
+import answers
 import offpolicy_corr as oc
+import test_faults_accepted
+from answers import FILTERED, HEAD, PLAIN, SLIME, SUPPORT, log
+from faults import generate, record, support, turns
 from offpolicy_corr.assembly import assemble, prompt_ids
 from offpolicy_corr.spec import SamplerSpec, check_fleet
 from offpolicy_corr.statistics import inspect

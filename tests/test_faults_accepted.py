@@ -6,15 +6,15 @@ import math
 import warnings
 from typing import Any
 
-import answers
 import numpy as np
 import pytest
 import torch
-from answers import HEAD, PLAIN, SLIME, SUPPORT, log
-from faults import generate, record, support, turns
 from offpolicy_corr.integrations import sglang, vllm
 
+import answers
 import offpolicy_corr as oc
+from answers import HEAD, PLAIN, SLIME, SUPPORT, log
+from faults import generate, record, support, turns
 from offpolicy_corr.assembly import assemble, group_advantages, prompt_ids
 from offpolicy_corr.missing import missing_tokens
 from offpolicy_corr.spec import SamplerSpec

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from answers import HEAD, SELECTED, SLIME, SUPPORT, as_flat, good_sglang, good_support, log, sglang, slime
 from offpolicy_corr.integrations.sglang import (
     read_chat,
     read_chat_turns,
@@ -22,6 +21,7 @@ from offpolicy_corr.integrations.sglang import (
 )
 
 import offpolicy_corr as oc
+from answers import HEAD, SELECTED, SLIME, SUPPORT, as_flat, good_sglang, good_support, log, sglang, slime
 from offpolicy_corr.spec import SamplerSpec
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_storage import RECORDS, heads, mixed
 
 import offpolicy_corr as oc
 from offpolicy_corr.storage import same_record
+from test_storage import RECORDS, heads, mixed
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the records extra")
 

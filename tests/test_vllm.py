@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answers import FILTERED, PLAIN, good_rows, log, vllm_dicts, vllm_flat, vllm_generate
 from offpolicy_corr.integrations.vllm import read_json, read_json_turns, read_output, read_stream, read_turns
 
 import offpolicy_corr as oc
+from answers import FILTERED, PLAIN, good_rows, log, vllm_dicts, vllm_flat, vllm_generate
 from offpolicy_corr.spec import SamplerSpec
 
 FIXTURES = Path(__file__).parent / "fixtures"
