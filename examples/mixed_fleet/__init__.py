@@ -1,0 +1,1 @@
+"""Reinforcement learning of a small language model on rollouts of a mixed-precision sampler fleet."""
