@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import miles_double as double
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import miles_double as double
 import offpolicy_corr as oc
 
 TP, CP = 2, 2
@@ -35,9 +36,21 @@ def _worker(rank: int, case: str, port: int, ranks: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     try:
-        CASES[case](double.fake_group_state(TP if ranks == TP * CP else 1, CP))
+        case_of(case)(double.fake_group_state(TP if ranks == TP * CP else 1, CP))
     finally:
         dist.destroy_process_group()
+
+
+def case_of(name: str) -> Callable[[double.State], None]:
+    if name in CASES:
+        return CASES[name]
+    import test_miles_native
+
+    return getattr(test_miles_native, name)
+
+
+def search_path() -> str:
+    return os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
 def compare(
@@ -167,14 +180,10 @@ CASES = {f.__name__: f for f in (layouts, options, one_sided, guards, half_preci
 
 @pytest.mark.parametrize("case", ["layouts", "options", "one_sided", "guards"])
 def test_tensor_and_context_parallel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setenv("PYTHONPATH", search_path())
     spawn(case)
 
 
 def test_half_precision_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setenv("PYTHONPATH", search_path())
     spawn("half_precision_without_rows", CP)

@@ -1,0 +1,224 @@
+"""Against Miles' own numbers, with ``MILES_SRC``: its policy loss, its log-probs, its native score centering.
+
+Skipped without a checkout. The built-in policy loss needs megatron-core for its vocabulary-parallel log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from offpolicy_corr.integrations.miles import policy_loss
+
+import miles_double as double
+import offpolicy_corr as oc
+
+pytestmark = pytest.mark.skipif(not double.MILES_SRC, reason="MILES_SRC is not set")
+
+BUILT_IN = {
+    "loss_type": "policy_loss",
+    "use_rollout_logprobs": False,
+    "skip_actor_forward_only": False,
+    "observe_training_entropy": False,
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.2,
+    "eps_clip_c": None,
+    "use_tis": False,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "get_mismatch_metrics": False,
+    "custom_tis_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "use_opsm": False,
+    "use_unbiased_kl": False,
+    "log_probs_chunk_size": -1,
+}
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def built_in(
+    problem: double.Problem, logits: torch.Tensor, state: double.State, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and gradient of Miles' own policy loss; the old policy is the present one, so that its ratio is 1."""
+    double.install(state)
+    args = double.make_args(**{**BUILT_IN, **more})
+    batch = double.make_batch(problem, args, state, "none")
+    leaf = logits.detach().clone().requires_grad_()
+    get = double.real("get_log_probs_and_entropy")
+    names = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
+    with torch.no_grad():
+        batch["log_probs"] = get(leaf.detach(), args=args, **{name: batch[name] for name in names})[
+            "log_probs"
+        ]
+    loss, _, _ = double.real("loss_function")(args, batch, 1, leaf, apply_megatron_loss_scaling=True)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def vocabulary_parallel(state: double.State) -> None:
+    """One rank of TP 2 × CP 2: our uncentred gradient is that of Miles' policy loss, shard by shard."""
+    problem = double.make_problem(seed=8, dtype=torch.float32, vocab=24)
+    for form, allgather in (("thd", False), ("thd", True), ("bshd", False)):
+        layout = {"qkv_format": form, "allgather_cp": allgather}
+        args = double.make_args(offpolicy_corr={"correction": "none"}, **layout)
+        double.install(state)
+        leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+        _, reference = built_in(problem, leaf, state, **layout)
+        batch = double.make_batch(problem, args, state, "none")
+        loss, _, _ = double.loss_function(args, batch, 1, leaf, state, problem)
+        loss.backward()
+        torch.testing.assert_close(leaf.grad, reference, rtol=2**-8, atol=1e-7)
+        assert float(reference.abs().max()) > 1e-3
+
+
+def test_vocabulary_parallel_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from test_miles_distributed import search_path, spawn
+
+    monkeypatch.setenv("PYTHONPATH", search_path())
+    spawn("vocabulary_parallel")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("name", ["none", "tis"])
+def test_our_uncentred_gradient_is_that_of_miles_policy_loss(
+    name: str, temperature: float, one_process: None
+) -> None:
+    pytest.importorskip("megatron.core")
+    problem = double.make_problem(seed=3, dtype=torch.float32, temperature=temperature)
+    for mask, values in zip(problem.masks, problem.rollout, strict=True):
+        values[~mask.bool()] = -1.0  # its own TIS takes NaN at masked tokens into the loss
+    args = double.make_args(offpolicy_corr={"correction": name}, rollout_temperature=temperature)
+    state = replace(double.single(), tp=double.Dimension(0, 1, dist.group.WORLD))
+    double.install(state)
+    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    _, reference = built_in(problem, leaf, state, use_tis=name == "tis", rollout_temperature=temperature)
+    batch = double.make_batch(problem, args, state, "none")
+    loss, _, _ = double.loss_function(args, batch, 1, leaf, state, problem)
+    loss.backward()
+    # megatron-core's fused cross entropy hands its gradient on in bfloat16, so that Miles' is good to 2⁻⁸
+    torch.testing.assert_close(leaf.grad, reference, rtol=2**-8, atol=1e-7)
+    exact = double.expected(problem, args, "none", correction=oc.Correction.from_name(name))[1]
+    wanted = torch.cat(exact) / args.global_batch_size
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad[0, : len(wanted)].double(), wanted, rtol=1e-5, atol=1e-7)
+    assert float(reference.abs().max()) > 1e-3
+
+
+def native() -> Any:
+    for home in ("loss.hub.score_centering", "loss_hub.score_centering"):
+        try:
+            module = import_module(f"miles.backends.training_utils.{home}")
+            module.selected_log_probs_and_entropy  # noqa: B018
+            return module
+        except (ImportError, AttributeError):
+            continue
+    pytest.skip("this Miles has no native score centering")
+
+
+def native_loss(
+    problem: double.Problem, args: Any, mode: str, support: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Native score centering with Miles' reducer: loss, and gradient over the packed row."""
+    module, state = native(), double.single()
+    double.install(state)
+    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    batch = double.make_batch(problem, args, state, "dense" if support else "heads")
+    starts = torch.tensor([0, *problem.totals]).cumsum(0)
+    rows = [
+        leaf[0, s + p - 1 : s + p - 1 + r]
+        for s, p, r in zip(starts[:-1], problem.prompts, problem.responses, strict=True)
+    ]
+    width = max(ids.shape[1] for ids in batch["rollout_topk_token_ids"])
+    pad = lambda x, value: torch.nn.functional.pad(torch.from_numpy(x), (0, width - x.shape[1]), value=value)
+    ids = torch.cat([pad(x, -1) for x in batch["rollout_topk_token_ids"]]).long()
+    head = torch.cat([pad(x, -torch.inf) for x in batch["rollout_topk_log_probs"]])
+    active = torch.cat(problem.masks).bool()
+    sampled = torch.cat([t[p:] for t, p in zip(problem.tokens, problem.prompts, strict=True)])
+    wanted = torch.cat([sampled[:, None], ids], 1)
+    options = {"temperature": args.rollout_temperature, "sampling_support": support}
+    scored, _ = module.selected_log_probs_and_entropy(torch.cat(rows), wanted, **options)
+    inputs = module.ScoreCenteringInputs(
+        scored[:, 0],
+        scored[:, 1:],
+        torch.where(active, torch.cat(batch["rollout_log_probs"]), 0.0).to(scored.dtype),
+        head.to(scored.dtype),
+        (ids >= 0) & active[:, None],
+        torch.where(active, torch.cat(batch["advantages"]), 0.0).to(scored.dtype),
+    )
+    token_loss, _ = module.score_centering_loss(inputs, mode=mode)
+    loss = double.make_reducer(batch, args, state, problem)(token_loss)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def ours(problem: double.Problem, args: Any, candidates: str) -> tuple[torch.Tensor, torch.Tensor]:
+    state = double.single()
+    double.install(state)
+    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    batch = double.make_batch(problem, args, state, candidates)
+    loss, _ = policy_loss(args, batch, leaf, double.make_reducer(batch, args, state, problem))
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("mode", ["none", "tis", "mis"])
+@pytest.mark.parametrize("support", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_native_score_centering_agrees(mode: str, support: bool, per_token: bool) -> None:
+    """Rows whose tails exceed 1e-2: gradient to 1e-6, loss to 1e-5.
+
+    On a whole support the native loss carries −Σ p log p besides, with p constant, which has no gradient.
+    """
+    problem = double.make_problem(seed=5, dtype=torch.float32, head=4)
+    own = {"correction": named(mode), "candidates": "supports" if support else "heads"}
+    filters = {"rollout_top_p": 0.9, "rollout_top_k": 6} if support else {}
+    args = double.make_args(offpolicy_corr=own, calculate_per_token_loss=per_token, **filters)
+    tails = torch.cat([1 - torch.from_numpy(x).double().exp().sum(1) for x in problem.head_logprobs])
+    assert float(tails[torch.cat(problem.masks).bool()].min()) > 1e-2
+    got = ours(problem, args, "dense" if support else "heads")
+    want = native_loss(problem, args, mode, support)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+    assert float(want[1].abs().max()) > 1e-2
+    if not support:
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+
+
+def named(mode: str) -> str:
+    return "sc" if mode == "none" else f"sc+{mode}"
+
+
+@pytest.mark.parametrize("mode", ["none", "tis", "mis"])
+def test_where_tails_are_thin_ours_stays_with_fp64(mode: str) -> None:
+    """Peaked policies with tails down to 1e-6: distances of both to fp64, printed; ours is never the larger by far."""
+    problem = double.make_problem(seed=6, dtype=torch.float32, head=6, noise=0.3)
+    for logits in problem.logits:
+        logits.mul_(4.0)
+    correction = oc.Correction.from_name(named(mode))
+    args = double.make_args(offpolicy_corr={"correction": named(mode)})
+    _, want, _ = double.expected(problem, args, correction=correction)
+    reference = torch.cat(want)
+
+    def distance(gradient: torch.Tensor) -> float:
+        return float((gradient[0, : len(reference)].double() - reference).abs().max() / reference.abs().max())
+
+    mine = distance(ours(problem, args, "heads")[1])
+    native_distance = distance(native_loss(problem, args, mode, False)[1])
+    print(f"{mode}: relative distance to fp64, ours {mine:.1e}, native {native_distance:.1e}")
+    assert mine < 1e-4
+    assert mine <= max(native_distance * 2, 1e-6)
