@@ -127,6 +127,14 @@ def test_check_prints_what_the_samplers_must_record(tmp_path: Path, capsys: Any)
     assert "top_logprobs_num" not in capsys.readouterr().out
 
 
+def test_sampling_options_belong_on_the_launch_line(tmp_path: Path, capsys: Any) -> None:
+    sampling = {"rollout_top_p": 0.97, "rollout_top_k": 64}
+    assert check(tmp_path, {**BASE, **sampling}) == 0
+    assert "--rollout-top-p on the launch line" in capsys.readouterr().out
+    assert check(tmp_path, {**BASE, **sampling}, "--rollout-top-p", "0.97", "--rollout-top-k", "64") == 0
+    assert "launch line" not in capsys.readouterr().out
+
+
 def test_check_of_the_hook(tmp_path: Path, capsys: Any) -> None:
     hook = {"use_tis": True, "custom_tis_function_path": "offpolicy_corr.integrations.miles.tis_function"}
     assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "mis"}}) == 0

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import miles_double as double
 import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss, transport
 from offpolicy_corr.integrations.miles.versions import lags
 
+import miles_double as double
 import offpolicy_corr as oc
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
@@ -216,6 +216,46 @@ def test_stale_or_partial_arrays_are_refused() -> None:
     with pytest.raises(oc.RecordError, match="this one has not") as caught:
         transport.convert_samples(converter_args(), samples)
     assert caught.value.sample == 2
+
+
+@pytest.mark.parametrize("kind", ["heads", "supports"])
+def test_a_reader_s_record_reaches_the_loss(kind: str) -> None:
+    problem = double.make_problem()
+    samples = samples_of(problem)
+    heads = kind == "heads"
+    for i, sample in enumerate(samples):
+        prefix = "head" if heads else "support"
+        ids, logprobs = (
+            torch.from_numpy(getattr(problem, f"{prefix}_{name}")[i]) for name in ("ids", "logprobs")
+        )
+        rollout = (problem.rollout if heads else problem.support_rollout)[i]
+        offsets = torch.from_numpy(problem.support_offsets[i])
+        support = oc.CandidateSet.from_support
+        found = oc.CandidateSet.from_topk(ids, logprobs) if heads else support(ids, offsets, logprobs)
+        record = oc.SamplerRecord(problem.tokens[i][problem.prompts[i] :], rollout, found)
+        transport.attach(sample, record, "h100")
+    filters = {} if heads else {"rollout_top_p": 0.9, "rollout_top_k": 6}
+    args, state = double.make_args(offpolicy_corr={"groups": ["b200", "h100"]}, **filters), double.single()
+    data = transport.extra_keys(transport.Settings.of(args.offpolicy_corr), samples)
+    assert ("rollout_topk_token_ids" in data) == heads
+    double.install(state)
+    batch = {**double.make_batch(problem, args, state, "none"), **data}
+    batch["rollout_log_probs"] = [torch.tensor(sample.rollout_log_probs) for sample in samples]
+    logits = double.local_logits(problem, problem.logits, args, state)
+    loss, metrics = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+    want, _, _ = double.expected(problem, args, kind)
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    assert float(metrics["offpolicy_corr/group/h100/tokens"]) == pytest.approx(3.0)
+
+
+def test_attaching_clears_an_earlier_attempt() -> None:
+    problem = double.make_problem()
+    sample = samples_of(problem)[0]
+    record = oc.SamplerRecord(problem.tokens[0][problem.prompts[0] :], problem.rollout[0])
+    transport.attach(sample, record)
+    assert sample.rollout_topk_token_ids is None
+    with pytest.raises(oc.RecordError, match="lengths disagree"):
+        transport.attach(sample, record.select(torch.arange(2)))
 
 
 def test_unknown_groups_are_refused() -> None:

@@ -55,6 +55,7 @@ def check_main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     problems, advice, settings = examine(options)
+    advice += _behind_the_checks(options, launch)
     if settings is not None and not problems:
         try:
             lines = needs(Namespace(**options), settings)
@@ -283,6 +284,17 @@ def _slips(options: dict[str, Any]) -> list[str]:
         if isinstance(value, str) and _EXPONENT.fullmatch(value):
             found.append(f"{key}: YAML reads {value} as text: write it with a point, for example 1.0e-4")
     return found
+
+
+def _behind_the_checks(options: dict[str, Any], launch: dict[str, Any]) -> list[str]:
+    """Sampling options that Miles derives others from before it reads the YAML."""
+    names = ("rollout_top_p", "rollout_top_k", "rollout_top_logprobs_num")
+    return [
+        f"{name} is set in the YAML alone: later Miles derives what samplers record from it before it reads "
+        f"the YAML. Put --{name.replace('_', '-')} on the launch line too"
+        for name in names
+        if name in options and name not in launch
+    ]
 
 
 def _is_option(word: str) -> bool:

@@ -9,7 +9,8 @@ Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: 
 
 What a sample brings, as attributes that the generate function sets, all optional, all ``[response length]`` or CSR
 over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one name a
-token), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well.
+token), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well. `attach` sets them from
+a record that `offpolicy_corr.integrations.sglang` read.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from offpolicy_corr.errors import RecordError
+from offpolicy_corr.record import SamplerRecord
 
 from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, first_module
 from .settings import Settings
@@ -81,6 +84,45 @@ def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any
     if any(getattr(sample, "weight_versions", None) for sample in samples):
         found[LAG_KEY] = lags(samples)
     return found
+
+
+def attach(sample: Any, record: SamplerRecord, group: str | None = None) -> None:
+    """Put a record of one whole response (see `offpolicy_corr.integrations.sglang`) onto a sample of Miles.
+
+    Sets ``rollout_log_probs``, the candidate arrays that the record holds, and the group; clears what an earlier
+    attempt left. Call it last in a generate function: turns that Miles appends or merges later are not in the record.
+
+    Raises:
+        RecordError: a record of another length, without log-probs, or with heads and supports in one response.
+    """
+    response = int(sample.response_length)
+    if len(record) != response:
+        remedy = "Read the record from the answer that made this response, tool turns excluded."
+        raise RecordError("lengths disagree", field="response_length", value=len(record), remedy=remedy)
+    if record.logprobs is None:
+        raise RecordError("a record without log-probs", field="logprobs", remedy="Ask the engine for them.")
+    for key in (*CANDIDATE_KEYS, GROUP_KEY):
+        setattr(sample, key, None)
+    sample.rollout_log_probs = record.logprobs.tolist()
+    candidates = record.candidates
+    if candidates is not None and response:
+        if bool(candidates.complete.all()):
+            sample.rollout_sampling_mask_ids = candidates.ids.to(torch.int32).numpy()
+            sample.rollout_sampling_mask_offsets = candidates.offsets.numpy()
+            if candidates.logprobs is not None:
+                sample.rollout_sampling_mask_log_probs = candidates.logprobs.float().numpy()
+        elif bool(candidates.complete.any()):
+            remedy = "One sampler either filters or does not: was the response continued with other settings?"
+            raise RecordError(
+                "heads and supports in one response", field="candidates.complete", remedy=remedy
+            )
+        else:
+            ids, logprobs = candidates.to_padded(pad_id=-1)
+            assert logprobs is not None
+            sample.rollout_topk_token_ids = ids.to(torch.int32).numpy()
+            sample.rollout_topk_log_probs = logprobs.float().masked_fill(ids < 0, -torch.inf).numpy()
+    if group is not None:
+        setattr(sample, GROUP_KEY, group)
 
 
 def extend_rollout() -> None:

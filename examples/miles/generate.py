@@ -1,0 +1,68 @@
+"""A generate function that records candidates and sampler groups, for Miles versions that do not by themselves.
+
+    GENERATE=generate.generate ./launch.sh mixed_fleet          # with this folder on PYTHONPATH
+
+Single-turn. The prompt goes to one group of the fleet, chosen by its index so that groups keep their shares; SGLang is
+asked for what the correction needs; `offpolicy_corr.integrations.sglang` reads and checks the answer, and the record
+is attached to the sample, from where the transport extension carries it to the loss. A record that cannot be trusted
+raises here, before a trainer sees it.
+
+Written against Miles v0.1.0 (class-based rollout API); tested with stand-ins for Miles and for the server alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offpolicy_corr.integrations import sglang
+from offpolicy_corr.integrations.miles import Settings, transport
+from offpolicy_corr.integrations.miles.check import sampler_of
+from offpolicy_corr.integrations.miles.options import filters
+
+from offpolicy_corr.requests import request_parameters
+
+
+def choose_group(fleet: dict[str, dict[str, Any]], index: int) -> str:
+    """The group of prompt ``index``: low-discrepancy, so that any run of prompts splits by the shares."""
+    total = sum(float(group["share"]) for group in fleet.values())
+    point = (index * 0.6180339887498949) % 1.0 * total
+    for name, group in fleet.items():
+        point -= float(group["share"])
+        if point < 0:
+            return name
+    return name
+
+
+async def generate(input: Any) -> Any:
+    """``--custom-generate-function-path``: one answer, with its record."""
+    from miles.rollout.base_types import GenerateFnOutput
+    from miles.rollout.generate_utils.generate_endpoint_utils import (
+        compute_prompt_ids_from_sample,
+        compute_request_payload,
+        update_sample_from_response,
+    )
+    from miles.utils.http_utils import post
+
+    args, sample = input.args, input.sample
+    if sample.response:
+        raise ValueError(
+            "a partial rollout cannot be continued here: its first part has no record. Turn it off"
+        )
+    settings = Settings.of(args.offpolicy_corr)
+    spec = sampler_of(args, settings.kind_of_candidates(filters(args)))
+    fields = request_parameters(spec, settings.correction, num_candidates=128).request
+    prompt = compute_prompt_ids_from_sample(input.state, sample)
+    payload, halted = compute_request_payload(args, input_ids=prompt, sampling_params=input.sampling_params)
+    if payload is None:
+        sample.status = halted
+        return GenerateFnOutput(samples=sample)
+    payload |= {name: value for name, value in fields.items() if name != "sampling_params"}
+    fleet = getattr(args, "offpolicy_corr_fleet", None)
+    group = None if fleet is None else choose_group(fleet, sample.group_index or 0)
+    base = (
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}" if group is None else fleet[group]["url"]
+    )
+    answer = await post(f"{base}/generate", payload)
+    await update_sample_from_response(args, sample, payload=payload, output=answer)
+    transport.attach(sample, sglang.read_generate(answer, spec), group)
+    return GenerateFnOutput(samples=sample)

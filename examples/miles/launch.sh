@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Launch a run of one of the three configurations with the reference hyperparameters.
+#
+#   ./launch.sh homogeneous_b200 | mixed_fleet | mixed_fleet_top_p
+#   ./launch.sh --print mixed_fleet        # the arguments only, for offpolicy-corr miles check
+#
+# These cluster runs were not made by the authors of this library: only the checks and the loss were executed.
+# Set MILES, MODEL, PROMPTS and GENERATE to your own; model and parallelism arguments come from Miles' model scripts.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+
+print=false
+if [[ "${1:-}" == "--print" ]]; then
+  print=true
+  shift
+fi
+config=${1:?usage: launch.sh [--print] homogeneous_b200|mixed_fleet|mixed_fleet_top_p}
+test -f "$here/$config.yaml" || { echo "no $config.yaml beside this script" >&2; exit 2; }
+
+arguments=(
+  # 128 prompts × 8 trajectories per update, one update per batch
+  --rollout-batch-size 128
+  --n-samples-per-prompt 8
+  --global-batch-size 1024
+  # group-mean advantage without std, token mean over the batch (Megatron; the FSDP backend drops the count)
+  --advantage-estimator grpo
+  --disable-grpo-std-normalization
+  --calculate-per-token-loss
+  --use-rollout-logprobs
+  --rollout-temperature 1.0
+  # fully asynchronous; staleness is corrected token by token, not capped
+  --fully-async
+  --optimizer adam
+  --lr 1e-6
+  --lr-decay-style constant
+  --weight-decay 0.1
+  --adam-beta1 0.9
+  --adam-beta2 0.98
+  --entropy-coef 0.0
+  --qkv-format thd
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu "${MAX_TOKENS_PER_GPU:-16384}"
+  --attention-backend flash
+  --custom-config-path "$here/$config.yaml"
+)
+if [[ "$config" == *top_p ]]; then
+  arguments+=(--rollout-top-p 0.97 --rollout-top-k 64)
+elif [[ -z "${GENERATE:-}" ]]; then
+  # Miles later than v0.1.0 asks for the head itself; on v0.1.0 set GENERATE=generate.generate instead
+  arguments+=(--rollout-top-logprobs-num 128)
+fi
+if [[ "$config" == homogeneous_b200 ]]; then
+  arguments+=(--sglang-dtype bfloat16 --sglang-kv-cache-dtype auto)
+else
+  # groups differ in accelerator and weight format: they are started and re-synchronised outside Miles (see README)
+  arguments+=(--rollout-external)
+fi
+if [[ -n "${GENERATE:-}" ]]; then
+  arguments+=(--custom-generate-function-path "$GENERATE")
+fi
+
+if $print; then
+  printf '%q ' "${arguments[@]}"
+  exit
+fi
+
+offpolicy-corr miles check "$here/$config.yaml" "${arguments[@]}"
+exec python "${MILES:?path of a Miles checkout}/train_async.py" \
+  --hf-checkpoint "${MODEL:?path of the model}" \
+  --prompt-data "${PROMPTS:?path of the prompts}" \
+  "${arguments[@]}" ${MODEL_ARGS:-}
