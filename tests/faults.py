@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from answers import HEAD
 from offpolicy_corr.integrations import sglang
 
 import offpolicy_corr as oc
+from answers import HEAD
 from offpolicy_corr.assembly import Turn
 from offpolicy_corr.spec import SamplerSpec
 

