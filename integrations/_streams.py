@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ._arrays import fail, mapping, sequence
@@ -104,3 +105,50 @@ def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
             whole["text"] = whole.get("text", "") + str(value)
         else:
             whole[name] = value
+
+
+def join_vllm_objects(chunks: Sequence[Any]) -> SimpleNamespace:
+    """A ``RequestOutput``-like object from Python deltas; each carries new tokens, their rows and their masks."""
+    parts: dict[Any, list[Any]] = {}
+    for chunk in chunks:
+        outputs = getattr(chunk, "outputs", None)
+        for part in [chunk] if outputs is None else outputs:
+            parts.setdefault(getattr(part, "index", 0), []).append(part)
+    prompt = getattr(chunks[0], "prompt_token_ids", None)
+    return SimpleNamespace(outputs=[_join_objects(own) for own in parts.values()], prompt_token_ids=prompt)
+
+
+def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
+    last = parts[-1]
+    if getattr(last, "finish_reason", None) is None:
+        raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+    rows = [part.logprobs for part in parts if getattr(part, "logprobs", None) is not None]
+    masks = [part.sampling_mask for part in parts if getattr(part, "sampling_mask", None) is not None]
+    try:
+        return SimpleNamespace(
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=_join_rows(rows),
+            sampling_mask=SimpleNamespace(token_ids=[r for m in masks for r in m.token_ids])
+            if masks
+            else None,
+            finish_reason=last.finish_reason,
+            weight_versions=getattr(last, "weight_versions", None),
+        )
+    except (AttributeError, TypeError) as error:
+        raise fail(
+            f"a chunk is no completion ({error!r})", "chunks", None, "Pass CompletionOutput deltas."
+        ) from None
+
+
+def _join_rows(rows: Sequence[Any]) -> Any:
+    """Dict rows end to end; flat rows end to end, their indices moved on."""
+    if not rows or not hasattr(rows[0], "start_indices"):
+        return [row for own in rows for row in own] or None
+    joined = SimpleNamespace(start_indices=[], end_indices=[], token_ids=[], logprobs=[], ranks=[])
+    for own in rows:
+        shift = len(joined.token_ids)
+        joined.start_indices += [index + shift for index in own.start_indices]
+        joined.end_indices += [index + shift for index in own.end_indices]
+        for name in ("token_ids", "logprobs", "ranks"):
+            getattr(joined, name).extend(getattr(own, name))
+    return joined

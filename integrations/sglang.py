@@ -8,6 +8,10 @@ Which field holds log q depends on how the server was asked, and is declared by 
 - ``"processed"``: ``output_token_sampling_logprobs`` of mode "selected", ids of the support from the mask;
 - ``"support"``: mask and ``output_token_sampling_logprobs`` of mode "support": complete sets with their
   log-probs.
+
+Nothing loops in Python per candidate. At k = 128 the nested form costs about 7 times as much to read as flat
+base64, flat lists about 3 times (and 100 and 10 times as much to parse from JSON):
+``python -m offpolicy_corr.benchmarks.records`` measures them.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ def read_generate(
     Raises:
         RecordError: anything that is not a trustworthy record.
     """
+    response = parsed(response)
     turns = read_turns(
         response,
         spec,
@@ -63,7 +68,7 @@ def read_generate(
         weight_version=weight_version,
         force_keep_sampled=force_keep_sampled,
     )
-    return _records(turns, isinstance(parsed(response), list))
+    return _records(turns, isinstance(response, list))
 
 
 def read_chat(

@@ -26,7 +26,7 @@ from . import _vllm_rows as vllm_rows
 from ._answer import Answer, check_count, check_same_ids, check_spec, finish
 from ._arrays import columns, fail, flatten, floats, integers, mapping, sequence
 from ._json import parsed
-from ._streams import join_vllm_json
+from ._streams import join_vllm_json, join_vllm_objects
 
 DAMAGED = "The response is damaged or of another shape."
 TOKEN_ID = re.compile(r"token_id:(\d+)\Z")
@@ -142,11 +142,20 @@ def read_stream(
     weight_version: int | str | None = None,
     top_logprobs: int | None = None,
 ) -> SamplerRecord | list[SamplerRecord]:
-    """Record of a streamed HTTP answer: its JSON chunks in order, each parsed or as bytes."""
-    joined = join_vllm_json([mapping(parsed(chunk), "chunk") for chunk in sequence(chunks, "chunks")])
-    return read_json(
-        joined, spec, on_missing=on_missing, weight_version=weight_version, top_logprobs=top_logprobs
-    )
+    """Record of a streamed answer, all its chunks in order.
+
+    Args:
+        chunks: the JSON chunks of any HTTP route, each parsed or as bytes; or, from Python, the
+            ``CompletionOutput`` or ``RequestOutput`` deltas of ``RequestOutputKind.DELTA``.
+
+    Other arguments and errors as in `read_output`; also raised where the last chunk is missing.
+    """
+    options: dict[str, Any] = {"weight_version": weight_version, "top_logprobs": top_logprobs}
+    chunks = [parsed(chunk) for chunk in sequence(chunks, "chunks")]
+    if chunks and all(hasattr(chunk, "outputs") or hasattr(chunk, "token_ids") for chunk in chunks):
+        return read_output(join_vllm_objects(chunks), spec, on_missing=on_missing, **options)
+    joined = join_vllm_json([mapping(chunk, "chunk") for chunk in chunks])
+    return read_json(joined, spec, on_missing=on_missing, **options)
 
 
 def _from_object(output: Any, spec: SamplerSpec, requested: int | None) -> Answer:

@@ -35,8 +35,8 @@ from answers import (
 )
 from offpolicy_corr.statistics import RecordWarning
 
-CASES = int(os.environ.get("READER_FUZZ_CASES", "250"))
-many = settings(max_examples=CASES, deadline=2000, suppress_health_check=list(HealthCheck))
+CASES = int(os.environ.get("READER_FUZZ_CASES", "100"))
+many = settings(max_examples=CASES, deadline=10_000, suppress_health_check=list(HealthCheck))
 
 BASES: dict[str, Any] = {
     "sglang nested": (good_sglang(), HEAD, read_generate),
@@ -199,7 +199,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@settings(max_examples=max(10, CASES // 10), deadline=2000)
+@settings(max_examples=max(10, CASES // 10), deadline=10_000)
 @given(index=st.integers(0, 1000))
 def test_planted_faults_never_pass(fault: str, index: int) -> None:
     response = good_sglang()
@@ -208,7 +208,7 @@ def test_planted_faults_never_pass(fault: str, index: int) -> None:
         read_generate(response, HEAD)
 
 
-@settings(max_examples=CASES, deadline=2000)
+@settings(max_examples=CASES, deadline=10_000)
 @given(rows=junk, ids=junk, flat=st.booleans())
 def test_damaged_engine_objects_are_refused(rows: Any, ids: Any, flat: bool) -> None:
     good = vllm_flat([5, 7], good_rows()) if flat else vllm_dicts([5, 7], [{5: (-0.5, 1)}, {7: (-3.0, 2)}])

@@ -254,6 +254,23 @@ def test_a_stream_without_its_end_and_a_chunk_without_log_probs_are_refused() ->
         read_stream(lost, PLAIN)
 
 
+@pytest.mark.parametrize(
+    "build", [lambda t, r: vllm_dicts(t, as_dicts(r)), lambda t, r: vllm_flat(t, repeated(r))]
+)
+def test_python_deltas_give_the_record_of_the_whole(build: Any) -> None:
+    parts = [build([t], [row]) for t, row in zip(TOKENS, good_rows(), strict=True)]
+    parts[0].finish_reason = None
+    read = read_stream(parts, PLAIN)
+    assert read.tokens.tolist() == TOKENS and sets(read) == [{5, 9}, {6, 8}]
+    requests = [SimpleNamespace(outputs=[part], prompt_token_ids=[1]) for part in parts]
+    assert sets(read_stream(requests, PLAIN)) == [{5, 9}, {6, 8}]
+    with pytest.raises(oc.RecordError, match="no last chunk"):
+        read_stream(parts[:1], PLAIN)
+    parts[0].logprobs = None
+    with pytest.raises(oc.RecordError):
+        read_stream(parts, PLAIN)
+
+
 def test_a_mask_lost_in_one_chunk_is_refused() -> None:
     parts = stream()
     parts[0]["choices"][0]["sampling_mask"] = [[5, 9]]
