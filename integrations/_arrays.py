@@ -140,7 +140,7 @@ def from_base64(text: Any, dtype: Any, known: dict[str, str], field: str) -> Arr
         raise fail(
             f"expected base64 text, got {type(text).__name__}", field, text, "The response is damaged."
         )
-    if dtype not in known:
+    if not isinstance(dtype, str) or dtype not in known:
         remedy = f"Readable are {', '.join(known)}; half precision loses the mass of a head."
         raise fail("missing or unknown dtype marker", field + "_dtype", dtype, remedy)
     try:

@@ -80,7 +80,10 @@ def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
         for part in sequence(chunk.get("choices"), f"chunks[{number}].choices"):
             part = mapping(part, f"chunks[{number}].choices")
-            whole = choices.setdefault(part.get("index"), {"index": part.get("index")})
+            index = part.get("index", 0)
+            if type(index) is not int:
+                raise fail("a choice without a number", f"chunks[{number}].choices", index, UNFINISHED)
+            whole = choices.setdefault(index, {"index": index})
             _add_vllm(whole, part, f"chunks[{number}]")
     if not choices:
         raise fail("a stream without choices", "chunks", None, UNFINISHED)

@@ -275,7 +275,7 @@ def _read_head(meta: dict[str, Any], count: int, spec: SamplerSpec) -> Rows | No
     if meta.get("output_token_sampling_mask") is not None:
         remedy = "Declare logprobs='support' (or 'processed'): these log-probs are from before the filters."
         raise fail("the response has a sampling mask", "spec.logprobs", spec.logprobs, remedy)
-    flat = any(name.startswith("output_top_logprobs_") for name in meta)
+    flat = any(str(name).startswith("output_top_logprobs_") for name in meta)
     nested = meta.get("output_top_logprobs")
     if flat and nested is not None:
         raise fail("both nested and flat candidates", "output_top_logprobs", None, "Keep one form.")

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offpolicy_corr.integrations.sglang import read_chat, read_generate, read_stream
 from offpolicy_corr.integrations.vllm import read_json, read_output
+from offpolicy_corr.integrations.vllm import read_stream as read_vllm_stream
 
 import offpolicy_corr as oc
 from answers import (
@@ -38,12 +39,40 @@ from offpolicy_corr.statistics import RecordWarning
 CASES = int(os.environ.get("READER_FUZZ_CASES", "100"))
 many = settings(max_examples=CASES, deadline=10_000, suppress_health_check=list(HealthCheck))
 
+
+def sglang_chunks() -> list[dict[str, Any]]:
+    """Two incremental chunks of one answer."""
+    parts = []
+    for begin, end in ((0, 1), (1, 3)):
+        part = good_sglang()
+        part["output_ids"] = part["output_ids"][begin:end]
+        meta = part["meta_info"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            meta[name] = meta[name][begin:end]
+        meta |= {"output_token_logprobs_length": end, "completion_tokens": end}
+        parts.append(part)
+    parts[0]["meta_info"]["finish_reason"] = None
+    return parts
+
+
+def vllm_chunks() -> list[dict[str, Any]]:
+    parts = [vllm_generate([t], [row]) for t, row in zip([5, 7], good_rows(), strict=True)]
+    parts[0]["choices"][0]["finish_reason"] = None
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    parts[1]["choices"][0]["weight_versions"] = spans
+    return parts
+
+
 BASES: dict[str, Any] = {
     "sglang nested": (good_sglang(), HEAD, read_generate),
     "sglang flat": (as_flat(good_sglang(), coded=False), HEAD, read_generate),
     "sglang base64": (as_flat(good_sglang(), coded=True), HEAD, read_generate),
     "sglang support": (good_support(), SUPPORT, read_generate),
     "vllm generate": (vllm_generate([5, 7], good_rows()), PLAIN, read_json),
+}
+STREAMS: dict[str, Any] = {
+    "sglang": (sglang_chunks(), HEAD, lambda chunks, spec: read_stream(chunks, spec, incremental=True)),
+    "vllm": (vllm_chunks(), PLAIN, read_vllm_stream),
 }
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-3, 130), st.floats(), st.text(max_size=6),
@@ -79,7 +108,7 @@ def parent(response: Any, path: tuple[Any, ...]) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, base: str) -> tuple[Any, str]:
-    response = copy.deepcopy(BASES[base][0])
+    response = copy.deepcopy((BASES | STREAMS)[base][0])
     for _ in range(draw(st.integers(1, 3))):
         places = paths(response)
         if not places:
@@ -106,7 +135,7 @@ def damaged(draw: st.DrawFn, base: str) -> tuple[Any, str]:
 
 def outcome(response: Any, base: str) -> oc.SamplerRecord | None:
     """The record, or None where it was refused. Any other exception fails the test."""
-    _, spec, read = BASES[base]
+    _, spec, read = (BASES | STREAMS)[base]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecordWarning)
         try:
@@ -155,6 +184,23 @@ def test_damage_is_refused_or_read_literally(base: str, data: st.DataObject) -> 
         for index, allowed in enumerate(sets):
             assert set(found[offsets[index] : offsets[index + 1]]) <= allowed
     record.validate(BASES[base][1].vocab_size)
+
+
+@pytest.mark.parametrize("base", STREAMS)
+@many
+@given(data=st.data())
+def test_damaged_streams_are_refused_or_read_literally(base: str, data: st.DataObject) -> None:
+    chunks, _ = data.draw(damaged(base))
+    record = outcome(chunks, base)
+    if record is None:
+        return
+    if base == "sglang":
+        assert record.tokens.tolist() == [token for chunk in chunks for token in chunk["output_ids"]]
+        return
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    entries = [e for choice in choices for e in (choice.get("logprobs") or {}).get("content") or []]
+    assert record.tokens.tolist() == [entry["token_id"] for entry in entries]
+    assert record.logprobs.tolist() == pytest.approx([entry["logprob"] for entry in entries], rel=1e-6)
 
 
 @pytest.mark.parametrize("base", ["sglang nested", "sglang support", "vllm generate"])

@@ -195,6 +195,7 @@ def coded(array: Any, dtype: str) -> str:
         ({"output_top_logprobs_shape": [3, 3]}, "6 numbers for 3 rows of 3"),
         ({"output_top_logprobs_shape": [2, 3]}, "2 values for 3 tokens"),
         ({"output_top_logprobs_shape": [3]}, "must be"),
+        ({"output_top_logprobs_val_flat_b64_dtype": []}, "dtype marker"),
         ({"output_top_logprobs_shape": None}, "expected a list"),
         ({"output_top_logprobs_shape": [3, 0]}, "without candidates"),
         ({"output_top_logprobs_null_prefix": -1}, "null prefix"),
