@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +367,13 @@ def test_handwritten_fixtures(path: Path) -> None:
     assert read.candidates.complete.tolist() == expected["complete"]
     versions = None if read.weight_version is None else read.weight_version.tolist()
     assert versions == expected["weight_version"]
+
+
+@pytest.mark.parametrize("module", ["pybase64", "orjson"])
+def test_the_records_extra_is_faster_and_not_needed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    text = json.dumps(as_flat(good_sglang(), coded=True)).encode()
+    assert same(read_generate(text, HEAD), read_generate(good_sglang(), HEAD))
+    for damaged in (text[:-3], text.replace(b"AAAAv", b"AA~Av"), b"[" * 100_000):
+        with pytest.raises(oc.RecordError):
+            read_generate(damaged, HEAD)

@@ -191,6 +191,13 @@ def test_a_killed_writer_leaves_a_whole_file(delay: float, tmp_path: Path) -> No
     assert same_record(read, mixed()) or len(read) == 20_000
 
 
+def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for act in (lambda: mixed().save(tmp_path / "r"), lambda: oc.SamplerRecord.load(tmp_path / "r")):
+        with pytest.raises(ImportError, match=r"offpolicy-corr\[records\]"):
+            act()
+
+
 def test_loading_maps_the_file(tmp_path: Path) -> None:
     record = heads(200_000, 64)
     record.save(tmp_path / "r")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_damaged_tables_are_refused() -> None:
             from_arrow(table.drop_columns([name]))
     with pytest.raises(oc.RecordError, match="not a table of records"):
         from_arrow(table.replace_schema_metadata({}))
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"offpolicy-corr\[records\]"):
+        to_arrow(mixed())
 
 
 def test_corrupt_and_truncated_parquet_raises(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def main(source: Path, target: Path) -> None:
         loaded = json.loads((source / f"{part}.json").read_text())
         answers: dict[str, Any] = loaded["answers"]
         if part != "http":
-            answers = {name: answers[name][:1] for name in PYTHON}
+            answers = {name: answers[name][:1] for name in PYTHON if name in answers}
         about = loaded["about"] | {"command": COMMAND, "top_p": 0.6, "top_k": 24, "vocab_size": 192}
         text = json.dumps({"about": about, "answers": answers}, separators=(",", ":"))
         (target / f"vllm_{part}.json").write_text(text + "\n")
