@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from miles_problem import Problem, expected, make_problem
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from miles_problem import Problem, expected, make_problem
 
 __all__ = ["Problem", "expected", "make_problem"]  # the other half, for tests that import one module
 

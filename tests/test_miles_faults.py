@@ -10,12 +10,12 @@ from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
-import miles_double as double
 import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import SettingsError, policy_loss, tis_function
 
+import miles_double as double
 import offpolicy_corr as oc
 
 MASKED_SUPPORT = {"rollout_top_p": 0.9, "rollout_top_k": 4}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import miles_double as double
 import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss
 
+import miles_double as double
 import offpolicy_corr as oc
 
 SC = ("sc+mis", "sc+tis", "sc", "mis", "ppo", "none")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import miles_double as double
 import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss
 
+import miles_double as double
 import offpolicy_corr as oc
 
 MASKED_SUPPORT = {"rollout_top_p": 0.9, "rollout_top_k": 4}

@@ -6,11 +6,11 @@ import math
 from argparse import Namespace
 from typing import Any
 
-import miles_double as double
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import SettingsError, tis_function
 
+import miles_double as double
 import offpolicy_corr as oc
 
 
