@@ -82,3 +82,15 @@ def test_errors_count_tokens_within_the_response() -> None:
     with pytest.raises(oc.RecordError) as caught:
         policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
     assert (caught.value.sample, caught.value.token) == (sample, int(listed[sample][at]))
+
+
+def test_broken_logits_are_named_by_their_response_token() -> None:
+    problem = double.make_problem()
+    args, state = double.plain("mis"), double.single()
+    double.install(state)
+    batch = double.make_batch(problem, args, state, "none")
+    logits = double.local_logits(problem, problem.logits, args, state).clone()
+    position = int(problem.masks[1].nonzero()[-1])
+    logits[0, problem.totals[0] + problem.prompts[1] - 1 + position] = math.nan
+    with pytest.raises(ValueError, match=f"sample 1, response token {position} is not finite"):
+        policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))

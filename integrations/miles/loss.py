@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +143,7 @@ def _read(
         ids.to(device),
         columns[1],
         None if candidates is None else candidates.to(device),
-        float(getattr(args, "rollout_temperature", 1.0)),
+        float(args.rollout_temperature),
     )
     groups = _groups(batch, layout, flat, full_mask, settings)
     return Inputs(
@@ -272,6 +273,8 @@ def _evaluate(
         )
     except RecordError as error:
         raise _in_response(error, inputs.held) from None
+    except ValueError as error:
+        raise ValueError(_recount(str(error), inputs.held)) from None
 
 
 def _in_response(error: RecordError, held: Tokens) -> RecordError:
@@ -290,6 +293,16 @@ def _in_response(error: RecordError, held: Tokens) -> RecordError:
     return RecordError(
         error.problem, sample=sample, token=token, field=error.field, value=error.value, remedy=remedy or None
     )
+
+
+def _recount(message: str, held: Tokens) -> str:
+    """The core counts rows of the packed logits; readers count tokens of a response."""
+
+    def replace_token(found: re.Match[str]) -> str:
+        at = (held.rows == int(found[2])).nonzero()
+        return f"{found[1]}, response token {int(held.position[at[0, 0]])}" if at.numel() else found[0]
+
+    return re.sub(r"(sample \d+), token (\d+)", replace_token, message)
 
 
 def _cpu(value: Any) -> Tensor:
