@@ -18,7 +18,7 @@ from offpolicy_corr.missing import SENTINEL, is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.statistics import RecordWarning, warn_unwitnessed_zeros
-from offpolicy_corr.validation import check_record
+from offpolicy_corr.validation import SAME_VALUE, check_record
 from offpolicy_corr.versions import Span, versions_from_spans
 
 from ._arrays import fail, offsets_of
@@ -159,6 +159,8 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
     )
     mask = torch.from_numpy(~missing) if missing.any() else None
     validate_in_pieces(record, spec.vocab_size, mask)
+    if rows is not None:
+        _check_outside(answer.tokens, logprobs, rows, answer.rows_field)
     warn_unwitnessed_zeros(record, mask, stacklevel=4)
     prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
     return Turn(record, prompt, spec, finish_reason=answer.finish_reason, truncated=answer.truncated)
@@ -194,6 +196,36 @@ def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
     problem = f"{int(missing.sum())} of {len(missing)} tokens have no log-prob and must be masked"
     warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=5)
     return missing
+
+
+def _check_outside(tokens: NDArray[np.int64], logprobs: NDArray[np.float32], rows: Rows, field: str) -> None:
+    """A token outside its head cannot be likelier than the head's least: 0.0 in place of a lost value often is."""
+    if rows.logprobs is None or not len(rows.ids) or rows.complete.all():
+        return
+    counts = np.diff(rows.offsets)
+    outside = ~_in_own_row(tokens, rows, counts) & ~rows.complete & (counts > 0) & ~np.isnan(logprobs)
+    if not outside.any():
+        return
+    least = np.full(len(tokens), np.inf, dtype=np.float32)
+    least[counts > 0] = np.minimum.reduceat(rows.logprobs, rows.offsets[:-1][counts > 0])
+    likelier = outside & (logprobs > least + SAME_VALUE[1] + SAME_VALUE[0] * np.abs(least))
+    if likelier.any():
+        position = int(likelier.argmax())
+        remedy = (
+            f"The least of it has {least[position]}: the values belong to different tokens, or are filler."
+        )
+        problem = "a token outside its head is likelier than the head"
+        raise fail(problem, field, float(logprobs[position]), remedy, position)
+
+
+def _in_own_row(tokens: NDArray[np.int64], rows: Rows, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    if (counts == counts[0]).all():
+        own: NDArray[np.bool_] = (rows.ids.reshape(len(tokens), -1) == tokens[:, None]).any(1)
+        return own
+    found = np.zeros(len(tokens), dtype=np.bool_)
+    at = np.flatnonzero(rows.ids == np.repeat(tokens, counts))
+    found[np.searchsorted(rows.offsets, at, side="right") - 1] = True
+    return found
 
 
 def validate_in_pieces(record: SamplerRecord, vocab_size: int | None, mask: torch.Tensor | None) -> None:

@@ -153,6 +153,7 @@ def _complete_sets(rows: RawRows, spec: SamplerSpec, missing: NDArray[np.bool_])
     wide = spec.limit is not None and np.diff(rows.offsets) >= spec.limit
     off = np.abs(mass - 1.0)
     complete = has_filler | (off <= np.where(wide, COMPLETE_MASS_OFF_ONE, MASS_OF_ALL))
+    complete |= np.bincount(owner[np.isnan(rows.logprobs)], minlength=count) > 0  # missing values, told later
     partial = ~complete & ~missing
     if partial.any():
         position = int(partial.argmax())

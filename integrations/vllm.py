@@ -41,10 +41,11 @@ def read_output(
     weight_version: int | str | None = None,
     top_logprobs: int | None = None,
 ) -> SamplerRecord | list[SamplerRecord]:
-    """Record of a ``CompletionOutput`` (or of a ``RequestOutput``: a list of them where it has several).
+    """Record of a ``CompletionOutput``; a list of them where a ``RequestOutput``, or a list of those, has
+    several.
 
     Args:
-        output: vLLM's object, with dict rows or ``FlatLogprobs``.
+        output: vLLM's object, or the list that ``LLM.generate`` returns; dict rows or ``FlatLogprobs``.
         spec: what the server's log-probs mean.
         on_missing: ``"raise"``, or ``"mask"``: tokens without a log-prob hold NaN and `missing_tokens` finds
             them; they must leave the loss mask, and a `RecordWarning` gives their number.
@@ -73,6 +74,10 @@ def read_turns(
 ) -> list[Turn]:
     """As `read_output`, as turns for `assemble`; a ``RequestOutput`` brings its prompt's ids along."""
     check_spec(spec, "vllm", on_missing)
+    if isinstance(output, (list, tuple)) and output:
+        options: dict[str, Any] = {"on_missing": on_missing, "weight_version": weight_version}
+        options |= {"top_logprobs": top_logprobs, "prompt": prompt}
+        return [turn for one in output for turn in read_turns(one, spec, **options)]
     given = prompt if prompt is not None else getattr(output, "prompt_token_ids", None)
     outputs = getattr(output, "outputs", None)
     outputs = [output] if outputs is None else list(outputs)

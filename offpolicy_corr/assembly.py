@@ -52,6 +52,7 @@ class Trajectory:
         turn: int64 ``[N]``, index of the turn that sampled the token, −1 for context.
         missing: sampled tokens that were masked for want of a log-prob.
         truncated: the last kept answer hit a limit.
+        specs: the samplers, one a turn.
     """
 
     record: SamplerRecord
@@ -59,6 +60,7 @@ class Trajectory:
     turn: Tensor
     missing: int
     truncated: bool
+    specs: tuple[SamplerSpec, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,8 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     """
     if not turns:
         raise ValueError("a trajectory needs at least one turn")
-    check_fleet([turn.spec for turn in turns], strict=strict)
+    specs = tuple(turn.spec for turn in turns)
+    check_fleet(specs, strict)
     sequence = torch.zeros(0, dtype=torch.int64)
     parts: list[SamplerRecord] = []
     owners: list[Tensor] = []
@@ -113,15 +116,20 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     loss_mask = (owner >= 0) & ~missing
     vocab_sizes = [turn.spec.vocab_size for turn in turns if turn.spec.vocab_size is not None]
     record.validate(vocab_sizes[0] if vocab_sizes else None, loss_mask)
-    return Trajectory(record, loss_mask, owner, int((missing & (owner >= 0)).sum()), truncated)
+    return Trajectory(record, loss_mask, owner, int((missing & (owner >= 0)).sum()), truncated, specs)
 
 
-def pack(trajectories: Sequence[Trajectory]) -> Batch:
+def pack(trajectories: Sequence[Trajectory], strict: bool = True) -> Batch:
     """All trajectories in one packed row, sequence ids 0, 1, … in order.
 
+    Args:
+        strict: require that every sampler names its group.
+
     Raises:
-        RecordError: some have log-probs, groups or versions and others do not.
+        RecordError: some have log-probs, groups or versions and others do not; samplers that may not be
+            mixed.
     """
+    check_fleet([spec for trajectory in trajectories for spec in trajectory.specs], strict)
     lengths = torch.tensor([len(t.loss_mask) for t in trajectories])
     record = _concat([t.record for t in trajectories])
     return Batch(

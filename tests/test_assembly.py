@@ -116,6 +116,14 @@ def test_readers_answers_can_be_assembled_with_missing_values_masked() -> None:
     assert torch.isfinite(out.loss) and (logits.grad[~batch.loss_mask] == 0).all()
 
 
+def test_samplers_that_may_not_be_mixed_do_not_meet_in_a_batch() -> None:
+    tokenizers = [replace(FP8, tokenizer_hash="x"), replace(FP4, tokenizer_hash="y")]
+    with pytest.raises(oc.RecordError, match="tokenizer_hash"):
+        pack([assemble([turn([1], [2], spec)]) for spec in tokenizers])
+    with pytest.raises(oc.RecordError, match="no name"):
+        pack([assemble([turn([1], [2], replace(FP8, group=None))], strict=False)])
+
+
 def test_one_version_a_call_spreads_over_its_tokens() -> None:
     versions, names = versions_of_calls(["41", "42"], [2, 1])
     assert versions.tolist() == [41, 41, 42] and names is None

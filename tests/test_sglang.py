@@ -266,6 +266,17 @@ def test_text_that_is_no_response_is_refused(text: Any) -> None:
         read_generate(text, HEAD)
 
 
+@pytest.mark.parametrize("value", [0.0, -0.9])
+def test_a_value_that_its_head_contradicts_is_refused(value: float) -> None:
+    response = good_sglang()
+    response["meta_info"]["output_token_logprobs"][2][0] = value
+    with pytest.raises(oc.RecordError, match="likelier than the head") as caught:
+        read_generate(response, HEAD)
+    assert caught.value.token == 2
+    response["meta_info"]["output_token_logprobs"][2][0] = -1.0  # as likely as the last candidate: a tie
+    assert read_generate(response, HEAD).logprobs[2] == -1.0
+
+
 def test_an_aborted_request_without_tokens_gives_the_engines_message() -> None:
     reason = {"type": "abort", "message": "Sampling support exceeds 4096", "status_code": 400}
     with pytest.raises(oc.RecordError, match="support exceeds 4096"):

@@ -191,6 +191,16 @@ def test_a_killed_writer_leaves_a_whole_file(delay: float, tmp_path: Path) -> No
     assert same_record(read, mixed()) or len(read) == 20_000
 
 
+def test_a_mapped_record_outlives_its_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    heads(500, 16).save(path)
+    mapped = oc.SamplerRecord.load(path, verify=False)
+    heads(500, 16, seed=1).save(path)
+    assert same_record(mapped, heads(500, 16)) and same_record(
+        oc.SamplerRecord.load(path), heads(500, 16, seed=1)
+    )
+
+
 def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     for act in (lambda: mixed().save(tmp_path / "r"), lambda: oc.SamplerRecord.load(tmp_path / "r")):

@@ -145,6 +145,15 @@ def test_a_row_with_a_part_of_the_support_is_refused(mass: float) -> None:
     assert caught.value.value == pytest.approx(mass, rel=1e-6)
 
 
+def test_a_missing_candidate_is_told_as_missing_and_can_be_masked() -> None:
+    rows = [{5: (HALVES[0], 1), 9: (math.nan, 2), 8: (HALVES[2], 3)}, {7: (0.0, 1), 1: (-math.inf, 2)}]
+    with pytest.raises(oc.RecordError, match="candidate's log-prob is missing"):
+        read_output(vllm_dicts([5, 7], rows), FILTERED)
+    with pytest.warns(oc.statistics.RecordWarning):
+        read = read_output(vllm_dicts([5, 7], rows), FILTERED, on_missing="mask")
+    assert read.logprobs.isnan().tolist() == [True, False]
+
+
 def test_zeros_without_a_row_are_no_supports() -> None:
     with pytest.raises(oc.RecordError, match="without support"):
         read_output(vllm_dicts([5, 6], [{5: (0.0, 1)}, {6: (0.0, 1)}]), FILTERED)
@@ -228,7 +237,7 @@ def test_usage_must_count_the_same_tokens() -> None:
 def test_several_outputs_give_a_list_with_their_prompt() -> None:
     output = vllm_dicts(TOKENS, as_dicts(good_rows()))
     request = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[output, output])
-    assert len(read_output(request, PLAIN)) == 2
+    assert len(read_output(request, PLAIN)) == 2 and len(read_output([request, request], PLAIN)) == 4
     assert read_turns(request, PLAIN)[0].prompt.tolist() == [1, 2, 3]
 
 
