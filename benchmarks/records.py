@@ -49,7 +49,7 @@ def draw_heads(tokens: int, width: int, seed: int = 0) -> tuple[NDArray[np.int32
 
 
 def encode(array: NDArray[Any]) -> str:
-    return base64.b64encode(np.ascontiguousarray(array)).decode()
+    return base64.b64encode(array.tobytes()).decode()
 
 
 def sglang_response(ids: NDArray[np.int32], logprobs: NDArray[np.float32], form: str) -> dict[str, Any]:

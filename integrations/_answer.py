@@ -175,6 +175,7 @@ def _candidates(rows: Rows) -> CandidateSet:
 def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
     """bool [T]. Raises for the first missing value, or warns with their number."""
     own = is_missing(answer.logprobs)
+    found: list[tuple[NDArray[np.bool_], str, str, NDArray[np.float32] | None]]
     found = [(own, answer.field, "log-prob is missing", answer.logprobs)]
     rows = answer.rows
     if rows is not None and rows.absent is not None:
@@ -184,7 +185,7 @@ def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
         broken = np.zeros(len(own), dtype=np.bool_)
         broken[owner[np.isnan(rows.logprobs)]] = True
         found.append((broken, answer.rows_field, "a candidate's log-prob is missing", None))
-    missing = np.logical_or.reduce([mask for mask, *_ in found])
+    missing: NDArray[np.bool_] = np.logical_or.reduce([mask for mask, *_ in found])
     if not missing.any():
         return missing
     for mask, field, problem, values in found:

@@ -180,6 +180,7 @@ def _answer(meta: dict[str, Any], ids: Any, ids_field: str, spec: SamplerSpec, f
         check_same_ids(tokens, triple_ids, "output_token_logprobs")
     _check_declared_lengths(meta, len(tokens), values is not None)
     count = len(tokens)
+    rows: Rows | None
     if spec.logprobs == "support":
         field, rows, logprobs = _read_support(meta, tokens)
     elif spec.logprobs == "processed" and spec.dialect != "slime":
