@@ -137,15 +137,18 @@ def fused_loss(
                 low, high, log_low, log_high, RULE, K_BLOCK,
             )  # fmt: skip
             centre = head + _product(alpha, p_tail)
-        loss = penalty - _product(advantage * weight, token_logp)
-        pull = advantage * weight
+        pull = _product(advantage, weight)
+        loss = penalty - _product(pull, token_logp)
         if KL > 0:
             value, slope = _kl(token_logp - tl.load(reference + t).to(tl.float32), KL)
             loss += kl_coef * value
             pull -= kl_coef * slope
         if ENTROPY:
             loss -= entropy_coef * entropy
-        loss = tl.where(finite, loss, float("nan"))
+        usable = finite
+        if CENTER:
+            usable = finite & (first < last)  # a centred row without a candidate has no loss to fall back to
+        loss = tl.where(usable, loss, float("nan"))
         _report(
             results + t, rows, loss, finite, token_logp, log_ratio, weight, entropy, correction,
             q_mass, p_mass, rho,
@@ -153,9 +156,10 @@ def fused_loss(
 
         # ---- the gradient
         if gradient is not None:
+            # a row of a dropped sequence is silent, whatever it holds
             factor = tl.load(scale + t).to(tl.float32)
-            advantage_scaled = tl.where(factor == 0.0, 0.0, factor * advantage)
-            pull = tl.where(factor == 0.0, 0.0, factor * pull)
+            advantage_scaled = _product(factor, advantage)
+            pull = _product(factor, pull)
             on_head = pull - _product(advantage_scaled, centre)
             bonus = factor * entropy_coef if ENTROPY else 0.0
             cooling = heat * LN2  # 1 / temperature: the gradient is with respect to raw logits
@@ -168,12 +172,15 @@ def fused_loss(
             if ids is not None:
                 listed = _head_gradient(
                     shifted, ids, candidate_logq, first, last, token, log_norm, advantage, advantage_scaled,
-                    on_head, pull, bonus, entropy, cooling, low, high, log_low, log_high,
+                    on_head, pull, bonus, entropy, cooling, factor, low, high, log_low, log_high,
                     RULE, CENTER, ENTROPY, K_BLOCK,
                 )  # fmt: skip
             # p (dense + bonus (log p + H)) as 2^d (level + slope d)
             slope = cooling * spread * LN2 / total
             level = cooling * dense / total - slope * (log_total - entropy / LN2)
+            level = tl.where(factor == 0.0, 0.0, level)
+            slope = tl.where(factor == 0.0, 0.0, slope)
+            on_token = tl.where(factor == 0.0, 0.0, on_token)
             tl.debug_barrier()  # every gathered logit has been read before the first is overwritten
             write_row(
                 row, out, width, column_stride, out_column_stride, heat, shift, level, slope,
@@ -192,9 +199,9 @@ def fused_loss(
 
 
 @triton.jit
-def _product(coefficient, logp):
-    """coefficient · log p, where a zero coefficient beats a log p of −inf."""
-    return tl.where(coefficient == 0.0, 0.0, coefficient * logp)
+def _product(coefficient, value):
+    """coefficient · value, where a zero coefficient beats −inf, inf and NaN."""
+    return tl.where(coefficient == 0.0, 0.0, coefficient * value)
 
 
 @triton.jit
@@ -281,7 +288,7 @@ def _centering(
 @triton.jit
 def _head_gradient(
     shifted, ids, candidate_logq, first, last, token, log_norm, advantage, advantage_scaled, on_head, pull, bonus,
-    entropy, cooling, low, high, log_low, log_high,
+    entropy, cooling, factor, low, high, log_low, log_high,
     RULE: tl.constexpr, CENTER: tl.constexpr, ENTROPY: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace the candidates' d by their gradients; returns whether the sampled token is among them.
@@ -303,7 +310,7 @@ def _head_gradient(
         values -= tl.where(is_token, pull, 0.0)
         if ENTROPY:
             values += bonus * _entropy_slope(logp, entropy)
-        tl.store(shifted + slots, values * cooling, mask=used)
+        tl.store(shifted + slots, tl.where(factor == 0.0, 0.0, values * cooling), mask=used)
         listed = tl.maximum(listed, tl.max(is_token.to(tl.int32), 0))
     return listed
 

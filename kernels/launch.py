@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tiles(NamedTuple):
-    """Columns and candidates that a program handles at a time, and its warps; every configuration is compiled
-    ahead of time in the tests.
+    """Columns and candidates that a program handles at a time, and its warps.
 
-    Fixed per dtype, never tuned at run time: a trial of an in-place kernel would consume its input.
+    Fixed, never tuned at run time: a trial of an in-place kernel would consume its input.
     """
 
     columns: int
@@ -32,14 +32,10 @@ class Tiles(NamedTuple):
         return {"BLOCK": self.columns, "K_BLOCK": self.candidates, "num_warps": self.warps, "num_stages": 1}
 
 
-# 32 elements per thread: fewer barriers per logit than smaller tiles, and at about 100 registers two programs of
+# 32 elements per thread: fewer barriers per logit than smaller tiles, and with at most 128 registers two programs of
 # 8 warps on a multiprocessor, so that one loads while the other is at a barrier or among its candidates, and no more
 # than two rows per multiprocessor compete for the L2 cache
-TILES = {
-    torch.bfloat16: Tiles(8192, 128, 8),
-    torch.float16: Tiles(8192, 128, 8),
-    torch.float32: Tiles(4096, 128, 8),
-}
+WIDE = Tiles(8192, 128, 8)
 # rows this short leave most of a large tile unused
 NARROW = Tiles(1024, 128, 4)
 NARROW_COLUMNS = 4096
@@ -47,9 +43,9 @@ NARROW_COLUMNS = 4096
 
 def tiles_for(dtype: torch.dtype, columns: int) -> Tiles:
     """Raises TypeError for a dtype that the kernels do not take."""
-    if dtype not in TILES:
+    if dtype not in DTYPES:
         raise TypeError(f"kernels compute in float32 and take bf16, fp16 or fp32 logits, not {dtype}")
-    return NARROW if columns <= NARROW_COLUMNS else TILES[dtype]
+    return NARROW if columns <= NARROW_COLUMNS else WIDE
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -69,6 +65,16 @@ def unrecorded_mass(candidates: CandidateSet) -> Tensor:
     """1 − Q_H, fp32 ``[T]``, subtracted in fp64: it is data, and ρ divides by small values of it."""
     assert candidates.logprobs is not None
     return (1.0 - segment_sum(candidates.logprobs.double().exp(), candidates.offsets)).float()
+
+
+def define(
+    name: str, schema: str, mutates: tuple[str, ...], kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Register a launch as ``torch.ops.offpolicy_corr.<name>``: `torch.compile` then keeps it whole, and writing to
+    an argument counts as a write for autograd's version counters."""
+    operator = torch.library.custom_op(f"offpolicy_corr::{name}", kernel, mutates_args=mutates, schema=schema)
+    operator.register_fake(fake)
+    return operator
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

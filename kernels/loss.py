@@ -10,7 +10,7 @@ from offpolicy_corr.regularizers import KL_ESTIMATORS
 from offpolicy_corr.result import FIELDS
 
 from .fused import fused_loss
-from .launch import contiguous, on_device_of, sharpness, tiles_for, unrecorded_mass
+from .launch import contiguous, define, on_device_of, sharpness, tiles_for, unrecorded_mass
 from .rules import FusedRule
 from .shards import shared_statistics
 
@@ -23,44 +23,71 @@ def visit(logits: Tensor, job: Job, gradient: Tensor | None) -> Tensor:
     """
     terms, settings, shard = job.terms, job.settings, job.shard
     candidates, correction = terms.candidates, settings.correction
-    results = torch.empty(len(FIELDS), len(terms), dtype=torch.float32, device=logits.device)
     if gradient is not None and shard.width < gradient.shape[1]:
         gradient[:, shard.width :].zero_()
-    if len(terms) == 0:
-        return results
     rule = FusedRule.of(correction.weight)
     heat = sharpness(terms, logits.device)
+    exact_tail = correction.center and candidates is not None and rule.tail_scale_grows
     ids = candidate_logq = offsets = complete = q_tail = statistics = shifted = None
     if candidates is not None:
-        ids, offsets, complete = (
-            x.contiguous() for x in (candidates.ids, candidates.offsets, candidates.complete)
-        )
+        ids, offsets = candidates.ids.contiguous(), candidates.offsets.contiguous()
+        complete = candidates.complete.contiguous()
         shifted = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         if candidates.logprobs is not None:
             candidate_logq, q_tail = candidates.logprobs.contiguous(), unrecorded_mass(candidates)
-    exact_tail = correction.center and candidates is not None and rule.tail_scale_grows
     if shard.group is not None:
         floor = correction.tail_floor if exact_tail else None
         stats = shared_statistics(logits, terms, job.trained, shard, heat, floor)
-        shifted = stats.candidates
+        shifted = stats.candidates if candidates is not None else None
         statistics = torch.stack([stats.peak, stats.total, stats.tail, stats.moment, stats.token])
+    results: Tensor = _LOSS(
+        logits, gradient, shifted,
+        terms.tokens.contiguous(), contiguous(job.trained), terms.logq.contiguous(), terms.advantages.contiguous(),
+        terms.scale.contiguous(), heat, contiguous(terms.ref_logprobs),
+        ids, candidate_logq, offsets, complete, q_tail, statistics, shard.width, shard.first_id,
+        [correction.tail_floor, settings.entropy_coef, settings.kl_coef, *rule.bounds],
+        rule.kind, 1 + KL_ESTIMATORS.index(settings.kl_estimator) if settings.kl_coef else 0,
+        correction.center, exact_tail,
+    )  # fmt: skip
+    return results
+
+
+def _launch(
+    logits: Tensor, gradient: Tensor | None, shifted: Tensor | None,
+    tokens: Tensor, trained: Tensor | None, logq: Tensor, advantages: Tensor, scale: Tensor, heat: Tensor,
+    reference: Tensor | None, ids: Tensor | None, candidate_logq: Tensor | None, offsets: Tensor | None,
+    complete: Tensor | None, q_tail: Tensor | None, statistics: Tensor | None, width: int, first_id: int,
+    scalars: list[float], rule: int, kl: int, center: bool, exact_tail: bool,
+) -> Tensor:  # fmt: skip
+    results = torch.empty(len(FIELDS), len(tokens), dtype=torch.float32, device=logits.device)
     strides = logits.stride()
     out_strides = strides if gradient is None else gradient.stride()
-    tiles = tiles_for(logits.dtype, shard.width)
-    with on_device_of(logits):
-        fused_loss[(len(terms),)](
-            logits, gradient, results, shifted,
-            terms.tokens.contiguous(), contiguous(job.trained), terms.logq.contiguous(), terms.advantages.contiguous(),
-            terms.scale.contiguous(), heat, contiguous(terms.ref_logprobs),
-            ids, candidate_logq, offsets, complete, q_tail, statistics,
-            len(terms), *strides, *out_strides, shard.width, shard.first_id,
-            correction.tail_floor, settings.entropy_coef, settings.kl_coef, *rule.bounds,
-            RULE=rule.kind,
-            KL=1 + KL_ESTIMATORS.index(settings.kl_estimator) if settings.kl_coef else 0,
-            CENTER=correction.center,
-            ENTROPY=settings.entropy_coef != 0.0,
-            EXACT_TAIL=exact_tail,
-            CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
-            **tiles.options,
-        )  # fmt: skip
+    if len(tokens):
+        with on_device_of(logits):
+            fused_loss[(len(tokens),)](
+                logits, gradient, results, shifted, tokens, trained, logq, advantages, scale, heat, reference,
+                ids, candidate_logq, offsets, complete, q_tail, statistics,
+                len(tokens), *strides, *out_strides, width, first_id, *scalars,
+                RULE=rule, KL=kl, CENTER=center, ENTROPY=scalars[1] != 0.0, EXACT_TAIL=exact_tail,
+                CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
+                **tiles_for(logits.dtype, width).options,
+            )  # fmt: skip
     return results
+
+
+def _fake(
+    logits: Tensor, gradient: Tensor | None, shifted: Tensor | None, tokens: Tensor, *_: object
+) -> Tensor:
+    return logits.new_empty((len(FIELDS), tokens.shape[0]), dtype=torch.float32)
+
+
+_LOSS = define(
+    "loss",
+    "(Tensor logits, Tensor(a!)? gradient, Tensor(b!)? shifted, Tensor tokens, Tensor? trained, Tensor logq, "
+    "Tensor advantages, Tensor scale, Tensor heat, Tensor? reference, Tensor? ids, Tensor? candidate_logq, "
+    "Tensor? offsets, Tensor? complete, Tensor? q_tail, Tensor? statistics, SymInt width, SymInt first_id, "
+    "float[] scalars, int rule, int kl, bool center, bool exact_tail) -> Tensor",
+    ("gradient", "shifted"),
+    _launch,
+    _fake,
+)

@@ -12,7 +12,7 @@ from offpolicy_corr.pair import Saved, Selection
 from offpolicy_corr.pair import row_gradient as closed_form
 from offpolicy_corr.replay import from_statistics
 
-from .launch import contiguous, on_device_of, sharpness, tiles_for
+from .launch import contiguous, define, on_device_of, sharpness, tiles_for
 from .shards import local_statistics, shared_statistics
 from .statistics import row_gradient
 
@@ -45,8 +45,6 @@ def backward(
     terms, trained, shard = selection.terms, selection.trained, selection.shard
     gradient = torch.empty_like(logits)
     gradient[:, shard.width :].zero_()
-    if len(terms) == 0:
-        return gradient
     # upstream gradients may be expanded or strided: from here on they are plain fp32
     on_token, on_candidates, on_entropy = (u.to(torch.float32).contiguous() for u in upstream)
     whole = closed_form(terms, saved, on_token, on_candidates, on_entropy)
@@ -66,12 +64,39 @@ def backward(
         listed = torch.zeros(len(terms) + 1, dtype=torch.bool, device=logits.device).index_fill_(
             0, hits, True
         )
-    strides, out_strides = logits.stride(), gradient.stride()
-    with on_device_of(logits):
-        row_gradient[(len(terms),)](
-            logits, gradient, terms.tokens.contiguous(), contiguous(trained), heat, saved.peak, level, slope,
-            ids, offsets, values, whole.token * cooling, listed, *strides, *out_strides, shard.width, shard.first_id,
-            SLOPED=True, CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
-            **tiles_for(logits.dtype, shard.width).options,
-        )  # fmt: skip
+    _GRADIENT(
+        logits, gradient, terms.tokens.contiguous(), contiguous(trained), heat, saved.peak, level, slope,
+        ids, offsets, values, whole.token * cooling, listed, shard.width, shard.first_id,
+    )  # fmt: skip
     return gradient
+
+
+def _launch(
+    logits: Tensor, gradient: Tensor, tokens: Tensor, trained: Tensor | None, heat: Tensor, peak: Tensor,
+    level: Tensor, slope: Tensor, ids: Tensor | None, offsets: Tensor | None, on_candidates: Tensor | None,
+    on_token: Tensor, listed: Tensor | None, width: int, first_id: int,
+) -> None:  # fmt: skip
+    strides, out_strides = logits.stride(), gradient.stride()
+    if len(tokens):
+        with on_device_of(logits):
+            row_gradient[(len(tokens),)](
+                logits, gradient, tokens, trained, heat, peak, level, slope,
+                ids, offsets, on_candidates, on_token, listed, *strides, *out_strides, width, first_id,
+                SLOPED=True, CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
+                **tiles_for(logits.dtype, width).options,
+            )  # fmt: skip
+
+
+def _fake(*_: object) -> None:
+    pass
+
+
+_GRADIENT = define(
+    "row_gradient",
+    "(Tensor logits, Tensor(a!) gradient, Tensor tokens, Tensor? trained, Tensor heat, Tensor peak, Tensor level, "
+    "Tensor slope, Tensor? ids, Tensor? offsets, Tensor? on_candidates, Tensor on_token, Tensor? listed, "
+    "SymInt width, SymInt first_id) -> ()",
+    ("gradient",),
+    _launch,
+    _fake,
+)

@@ -78,8 +78,13 @@ def exact_sum(row, width, column_stride, sharpness, shift, CONTIGUOUS: tl.conste
     own fp64 sum leaves the tail alone, to all its digits.
     """
     total = tl.zeros((), tl.float64)
-    for start in range(0, width, BLOCK):
-        columns, offsets = column_offsets(start, column_stride, CONTIGUOUS, BLOCK)
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        _, offsets = column_offsets(start, column_stride, CONTIGUOUS, BLOCK)
+        x = tl.load(row + offsets).to(tl.float32)
+        total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 0)
+    if whole < width:
+        columns, offsets = column_offsets(whole, column_stride, CONTIGUOUS, BLOCK)
         x = tl.load(row + offsets, mask=columns < width, other=float("-inf")).to(tl.float32)
         total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 0)
     return total

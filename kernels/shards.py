@@ -13,7 +13,7 @@ from offpolicy_corr.softmax import RowStats
 from offpolicy_corr.terms import Terms
 from offpolicy_corr.vocab_parallel import VocabShard, share_peak, share_sums
 
-from .launch import contiguous, on_device_of, tiles_for, unrecorded_mass
+from .launch import contiguous, define, on_device_of, tiles_for, unrecorded_mass
 from .statistics import row_statistics
 
 _LOWEST = -1e4  # 2^_LOWEST is 0; finite, so that a shard without any finite logit adds 0 rather than NaN
@@ -27,23 +27,16 @@ def local_statistics(
 
     With ``tail_floor`` small tails are summed directly.
     """
-    candidates, rows = terms.candidates, len(terms)
-    statistics = torch.empty(5, rows, dtype=torch.float32, device=logits.device)
+    candidates = terms.candidates
     ids = offsets = q_tail = None
-    shifted = torch.empty(0, dtype=torch.float32, device=logits.device)
     if candidates is not None:
         ids, offsets = candidates.ids.contiguous(), candidates.offsets.contiguous()
-        shifted = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
         if tail_floor is not None:
             q_tail = unrecorded_mass(candidates)
-    strides = logits.stride()
-    if rows:
-        with on_device_of(logits):
-            row_statistics[(rows,)](
-                logits, statistics, shifted, terms.tokens.contiguous(), contiguous(trained), heat,
-                ids, offsets, q_tail, rows, *strides, shard.width, shard.first_id, tail_floor or 0.0,
-                CONTIGUOUS=strides[1] == 1, **tiles_for(logits.dtype, shard.width).options,
-            )  # fmt: skip
+    statistics, shifted = _STATISTICS(
+        logits, terms.tokens.contiguous(), contiguous(trained), heat, ids, offsets, q_tail,
+        shard.width, shard.first_id, tail_floor or 0.0,
+    )  # fmt: skip
     peak, total, tail, moment, token = statistics.unbind(0)
     return RowStats(peak, total, tail, moment, token, shifted)
 
@@ -75,3 +68,36 @@ def _moved(stats: RowStats, peak: Tensor, terms: Terms, heat: Tensor) -> RowStat
         stats.token + back,
         candidates,
     )
+
+
+def _launch(
+    logits: Tensor, tokens: Tensor, trained: Tensor | None, heat: Tensor, ids: Tensor | None, offsets: Tensor | None,
+    q_tail: Tensor | None, width: int, first_id: int, tail_floor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    statistics, shifted = _fake(logits, tokens, trained, heat, ids)
+    strides = logits.stride()
+    if len(tokens):
+        with on_device_of(logits):
+            row_statistics[(len(tokens),)](
+                logits, statistics, shifted, tokens, trained, heat, ids, offsets, q_tail,
+                len(tokens), *strides, width, first_id, tail_floor,
+                CONTIGUOUS=strides[1] == 1, **tiles_for(logits.dtype, width).options,
+            )  # fmt: skip
+    return statistics, shifted
+
+
+def _fake(
+    logits: Tensor, tokens: Tensor, trained: Tensor | None, heat: Tensor, ids: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    size = 0 if ids is None else ids.shape[0]
+    return heat.new_empty((5, tokens.shape[0])), heat.new_empty((size,))
+
+
+_STATISTICS = define(
+    "row_statistics",
+    "(Tensor logits, Tensor tokens, Tensor? trained, Tensor heat, Tensor? ids, Tensor? offsets, Tensor? q_tail, "
+    "SymInt width, SymInt first_id, float tail_floor) -> (Tensor, Tensor)",
+    (),
+    _launch,
+    _fake,
+)

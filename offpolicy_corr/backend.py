@@ -57,6 +57,11 @@ def pair(backend: str) -> ModuleType:
     return triton_pair
 
 
+def has_kernels() -> bool:
+    """Triton is installed, and so are our kernels."""
+    return all(importlib.util.find_spec(name) for name in ("triton", "offpolicy_corr.kernels.loss"))
+
+
 def _triton_obstacle(like: Tensor, rule: WeightRule | None) -> str | None:
     if rule is not None and type(rule) not in _FUSED_RULES:
         return f"{type(rule).__name__} is not one of the fused weight rules"

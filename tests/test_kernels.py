@@ -15,7 +15,7 @@ from on_device import DEVICE, MARKS, assert_same, loss_and_gradient, moved
 from support import RULES, Problem
 from test_vectors import CASES, correction_of, record_of
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture
@@ -88,6 +88,33 @@ def test_a_dropped_sequence_and_tokens_of_other_integer_types() -> None:
         reduction="sequence-mean", sequence_ids=ids, sequence_keep=keep,
     )  # fmt: skip
     assert (gradient[2:4] == 0).all()
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_dropped_row_is_silent_even_where_its_logits_are_not_numbers(entropy_coef: float) -> None:
+    problem = Problem(size=4, vocab=40, kind="mixed", seed=12, k=6)
+    logits = problem.logits.float()
+    logits[2:] = torch.nan
+    _, gradient = loss_and_gradient(
+        logits.to(DEVICE), moved(problem.record()), problem.advantages.to(DEVICE), "triton", validate=False,
+        sequence_ids=torch.tensor([0, 0, 1, 1], device=DEVICE),
+        sequence_keep=torch.tensor([True, False], device=DEVICE), entropy_coef=entropy_coef,
+    )  # fmt: skip
+    assert gradient.isfinite().all() and (gradient[2:] == 0).all() and (gradient[:2] != 0).any()
+
+
+def test_a_centred_row_without_candidates_has_no_loss() -> None:
+    problem = Problem(size=2, vocab=40, kind="head", seed=12, k=6)
+    candidates = replace(
+        problem.candidates, ids=problem.candidates.ids[:6], logprobs=problem.candidates.logprobs[:6]
+    )
+    candidates = replace(candidates, offsets=torch.tensor([0, 6, 6]))
+    record = moved(replace(problem.record(), candidates=candidates))
+    out = oc.policy_loss(
+        problem.logits.float().to(DEVICE), record, problem.advantages.to(DEVICE), backend="triton",
+        validate=False, reduction="none",
+    )  # fmt: skip
+    assert out.loss[0].isfinite() and out.loss[1].isnan()
 
 
 def test_no_candidates_at_all() -> None:

@@ -14,7 +14,7 @@ import offpolicy_corr as oc
 from on_device import DEVICE, MARKS, moved
 from support import Problem
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)

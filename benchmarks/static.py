@@ -1,0 +1,311 @@
+"""What the compiler makes of the kernels, and what a roofline says of it. Needs no GPU.
+
+Every configuration that the library can launch is a point on the axes below; `covering` picks configurations so
+that every pair of choices occurs together. Each is compiled ahead of time for real architectures and read back from
+its machine code: registers, local memory, widths of accesses, issue slots per logit of each sweep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TARGETS = (80, 90, 100)
+SLOT_BUDGET = {80: 18.0, 90: 18.0, 100: 16.5}  # issue slots per bf16 logit, both sweeps, entropy included
+REGISTER_BUDGET = 128  # at 8 warps: two programs on a multiprocessor
+WIDTHS = {"bf16": 16, "fp16": 16, "fp32": 32}
+
+_AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("bf16", "fp16", "fp32"),
+    "rule": (0, 1, 2, 3, 4, 5),
+    "kl": (0, 1, 2, 3),
+    "center": (True, False),
+    "entropy": (False, True),
+    "candidates": ("scored", "ids", "none"),
+    "mask": (True, False),
+    "gradient": (True, False),
+    "sharded": (False, True),
+    "tile": ("wide", "narrow"),
+    "layout": ("aligned", "odd stride", "transposed"),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One compiled variant: a kernel, the types of its arguments, its constants, which arguments are absent."""
+
+    kernel: str
+    label: str
+    dtype: str
+    signature: dict[str, str] = field(hash=False)
+    constants: dict[str, Any] = field(hash=False)
+    columns: int
+    warps: int
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Machine code of one configuration for one architecture."""
+
+    target: int
+    registers: int
+    stack_bytes: int
+    local_in_loops: int
+    shared_bytes: int
+    sweep_widths: tuple[int, ...]  # bits, of the global accesses in the sweeps' main loops
+    sweeps: tuple[float, ...]  # issue slots per logit of each main loop, in program order
+    ex2: float  # per logit, over all sweeps
+
+    @property
+    def slots(self) -> float:
+        return sum(self.sweeps)
+
+
+def fused(dtype: str = "bf16", **choices: Any) -> Configuration:
+    """The configuration of `fused_loss` for one choice on each axis; what is left out takes the first."""
+    pick = {name: values[0] for name, values in _AXES.items()} | {"rule": 3} | choices
+    if pick["candidates"] != "scored":
+        pick["center"] = False  # refused before anything is launched
+    absent = set()
+    if not pick["kl"]:
+        absent.add("reference")
+    if not pick["mask"]:
+        absent.add("trained")
+    if not pick["gradient"]:
+        absent.add("gradient")
+    if not pick["sharded"]:
+        absent.add("statistics")
+    if pick["candidates"] == "none":
+        absent |= {"ids", "offsets", "complete", "shifted"}
+    if pick["candidates"] != "scored":
+        absent |= {"candidate_logq", "q_tail"}
+    constants = {
+        "RULE": pick["rule"],
+        "KL": pick["kl"],
+        "CENTER": pick["center"],
+        "ENTROPY": pick["entropy"],
+        "EXACT_TAIL": pick["center"] and pick["rule"] in (0, 4),
+    }
+    label = " ".join(f"{name}={value}" for name, value in choices.items()) or "default"
+    return _configuration("fused_loss", label, dtype, pick["tile"], pick["layout"], constants, absent)
+
+
+def _configuration(
+    kernel: str, label: str, dtype: str, tile: str, layout: str, constants: dict[str, Any], absent: set[str]
+) -> Configuration:
+    from offpolicy_corr.kernels import launch
+
+    tiles = launch.NARROW if tile == "narrow" else launch.WIDE
+    pointers = {
+        "logits": dtype, "gradient": dtype, "tokens": "i64", "trained": "i1", "scale": "fp64", "ids": "i32",
+        "offsets": "i64", "complete": "i1", "listed": "i1",
+    }  # fmt: skip
+    integers = (
+        "rows", "row_stride", "column_stride", "out_row_stride", "out_column_stride", "width", "first_id",
+        "upstream_stride",
+    )  # fmt: skip
+    floats = (
+        "tail_floor", "entropy_coef", "kl_coef", "low", "high", "log_low", "log_high", "tail_low", "tail_high",
+    )  # fmt: skip
+    transposed = layout == "transposed"
+    constants = constants | {
+        "CONTIGUOUS": not transposed,
+        "BLOCK": tiles.columns,
+        "K_BLOCK": tiles.candidates,
+    }
+    if not transposed:  # integers equal to 1 are constants at launch
+        constants |= {"column_stride": 1, "out_column_stride": 1}
+    signature = {}
+    for name in _kernels()[kernel].arg_names:
+        if name in absent:
+            constants[name] = None
+        elif name in integers:
+            signature[name] = "i32"
+        elif name in floats:
+            signature[name] = "fp32"
+        elif name not in constants:
+            signature[name] = "*" + pointers.get(name, "fp32")
+    known = {name: value for name, value in constants.items() if name in _kernels()[kernel].arg_names}
+    signature = {name: kind for name, kind in signature.items() if name not in known}
+    aligned = layout == "aligned"
+    return Configuration(kernel, label, dtype, signature, known, tiles.columns, tiles.warps, aligned)
+
+
+def _kernels() -> dict[str, Any]:
+    from offpolicy_corr.kernels import fused, scale, statistics
+
+    return {
+        "fused_loss": fused.fused_loss,
+        "row_statistics": statistics.row_statistics,
+        "row_gradient": statistics.row_gradient,
+        "scale_rows": scale.scale_rows,
+    }
+
+
+def main_configurations() -> list[Configuration]:
+    """The variants that most steps of most runs launch."""
+    found = [fused(), fused(entropy=True), fused(rule=0), fused("fp32"), fused(sharded=True)]
+    for dtype in ("bf16", "fp32"):
+        found.append(_configuration("row_statistics", "default", dtype, "wide", "aligned", {}, {"q_tail"}))
+        found.append(
+            _configuration("row_gradient", "default", dtype, "wide", "aligned", {"SLOPED": False}, set())
+        )
+        found.append(_configuration("scale_rows", "default", dtype, "wide", "aligned", {}, set()))
+    return found
+
+
+def all_configurations() -> list[Configuration]:
+    """Configurations of every kernel in which every pair of choices occurs."""
+    found = [fused(**choices) for choices in covering(_AXES)]
+    axes = {name: _AXES[name] for name in ("dtype", "mask", "tile", "layout")}
+    for choices in covering(axes | {"candidates": (True, False), "extra": (True, False)}):
+        absent = set() if choices["mask"] else {"trained"}
+        for kernel in ("row_statistics", "row_gradient"):
+            missing = (
+                set() if choices["candidates"] else {"ids", "offsets", "on_candidates", "listed", "q_tail"}
+            )
+            if kernel == "row_statistics" and not choices["extra"]:
+                missing |= {"q_tail"}
+            constants = {"SLOPED": choices["extra"]} if kernel == "row_gradient" else {}
+            label = " ".join(f"{name}={value}" for name, value in choices.items())
+            found.append(
+                _configuration(
+                    kernel,
+                    label,
+                    choices["dtype"],
+                    choices["tile"],
+                    choices["layout"],
+                    constants,
+                    absent | missing,
+                )
+            )
+    for dtype, layout in itertools.product(_AXES["dtype"], _AXES["layout"]):
+        found.append(_configuration("scale_rows", layout, dtype, "wide", layout, {}, set()))
+    return main_configurations() + found
+
+
+def covering(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Choices on all axes, few of them, such that every two choices of every two axes meet in one."""
+    names = list(axes)
+    missing = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
+    }  # fmt: skip
+    order = {pair: position for position, pair in enumerate(sorted(missing, key=repr))}
+    while missing:
+        a, x, b, y = min(missing, key=order.__getitem__)
+        choices = {a: x, b: y}
+        for name in names:
+            if name not in choices:
+                gains = [
+                    sum(_pair(name, value, m, w, names) in missing for m, w in choices.items())
+                    for value in axes[name]
+                ]
+                choices[name] = axes[name][gains.index(max(gains))]
+        missing -= {_pair(n, v, m, w, names) for (n, v), (m, w) in itertools.combinations(choices.items(), 2)}
+        yield {name: choices[name] for name in names}
+
+
+def _pair(a: str, x: Any, b: str, y: Any, names: list[str]) -> tuple[str, Any, str, Any]:
+    return (a, x, b, y) if names.index(a) < names.index(b) else (b, y, a, x)
+
+
+def compile_for(configuration: Configuration, target: int) -> Any:
+    """The compiled kernel, as a launch on that architecture would compile it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = _kernels()[configuration.kernel]
+    names = list(kernel.arg_names)
+    types = {n: configuration.signature.get(n, "constexpr") for n in names}
+    divisible = [n for n, kind in configuration.signature.items() if kind.startswith("*")]
+    if configuration.aligned:
+        divisible += [n for n in ("row_stride", "out_row_stride") if n in configuration.signature]
+    hints = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible}
+    source = ASTSource(kernel, types, configuration.constants, hints)
+    options = {"num_warps": configuration.warps, "num_stages": 1}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def figures(configuration: Configuration, target: int) -> Figures:
+    """Compile and read the machine code."""
+    compiled = compile_for(configuration, target)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+        code, loops = _read(_tool("nvdisasm", "-c", str(cubin)))
+    resource = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    lanes = configuration.columns / (32 * configuration.warps)
+    bodies = [code[start : end + 1] for start, end in loops]
+    # a sweep touches a whole tile per turn: as many bits as the tile has, per thread
+    sweeps = [
+        body for body in bodies if _bits(body) >= lanes * WIDTHS[configuration.dtype] and _moves(body, "LDG")
+    ]
+    return Figures(
+        target,
+        resource["REG"],
+        max(resource.get("STACK", 0), resource.get("LOCAL", 0)),
+        sum(op.startswith(("LDL", "STL")) for body in bodies for op in body),
+        compiled.metadata.shared,
+        tuple(sorted({_width(op) for body in sweeps for op in body if op.startswith(("LDG", "STG"))})),
+        tuple(len(body) / lanes for body in sweeps),
+        sum(op.startswith("MUFU.EX2") for body in sweeps for op in body) / lanes,
+    )
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """cuobjdump and nvdisasm come with Triton."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _read(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes of a listing, and the spans (first, last) of its innermost loops."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", line):
+            code.append(instruction[1].split()[0])
+            if jump := re.search(r"\bBRA\b.*`\((\.L\w+)\)", instruction[1]):
+                jumps.append((len(code) - 1, jump[1]))
+    back = {(labels[name], at) for at, name in jumps if labels.get(name, at) < at}
+    inner = [a for a in back if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in back)]
+    return code, sorted(inner)
+
+
+def _width(op: str) -> int:
+    parts = op.split(".")
+    for bits in ("256", "128", "64"):
+        if bits in parts:
+            return int(bits)
+    return 16 if "U16" in parts else 8 if "U8" in parts else 32
+
+
+def _bits(body: list[str]) -> int:
+    counts = Counter(_width(op) for op in body if op.startswith("LDG"))
+    return sum(bits * count for bits, count in counts.items())
+
+
+def _moves(body: list[str], kind: str) -> bool:
+    return any(op.startswith(kind) for op in body)
+
+
+def require_compiler() -> None:
+    """Raises RuntimeError where kernels were bound to the interpreter, which cannot compile them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")

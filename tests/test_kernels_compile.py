@@ -1,0 +1,130 @@
+"""The kernels inside `torch.compile`, under gradient checkpointing, and as registered operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import offpolicy_corr as oc
+from on_device import DEVICE, MARKS, loss_and_gradient, moved
+from support import Problem
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def setting() -> tuple[Tensor, oc.SamplerRecord, Tensor]:
+    problem = Problem(size=5, vocab=40, kind="mixed", seed=3)
+    return problem.logits.float().to(DEVICE), moved(problem.record()), problem.advantages.to(DEVICE)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_compiled_step_gives_the_same_gradient(setting: Any, inplace: bool) -> None:
+    logits, record, advantages = setting
+
+    def step(source: Tensor) -> Tensor:
+        out = oc.policy_loss(
+            source * 2.0, record, advantages, backend="triton", validate=False, inplace=inplace
+        )
+        return 3.0 * out.loss
+
+    grads = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        leaf = logits.detach().requires_grad_()
+        function(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_compiled_pair_gives_the_same_gradient(setting: Any) -> None:
+    logits, record, _ = setting
+
+    def step(source: Tensor) -> Tensor:
+        logp, candidate_logp, entropy = oc.selected_logprobs(
+            source * 2.0, record.tokens, record.candidates, record.temperature, backend="triton"
+        )
+        return logp.sum() + 0.1 * candidate_logp.sum() + entropy.sum()
+
+    grads = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        leaf = logits.detach().requires_grad_()
+        function(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_steps_give_the_same_gradient(setting: Any, reentrant: bool) -> None:
+    logits, record, advantages = setting
+
+    def step(source: Tensor) -> Tensor:
+        inner = source * 2.0
+        loss = oc.policy_loss(inner, record, advantages, backend="triton", inplace=True).loss
+        logp, _, _ = oc.selected_logprobs(source, record.tokens, record.candidates, backend="triton")
+        return loss + logp.sum()
+
+    grads = []
+    for function in (step, lambda x: checkpoint(step, x, use_reentrant=reentrant)):
+        leaf = logits.detach().requires_grad_()
+        function(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
+    """Schema, aliasing, fake implementation."""
+    from offpolicy_corr.kernels import loss, pair, scale, shards
+
+    logits, record, advantages = setting
+    candidates, size = record.candidates, 5
+    heat = torch.full((size,), 1.44, device=DEVICE)
+    shifted = torch.empty(candidates.ids.shape, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    listed = torch.zeros(size, dtype=torch.bool, device=DEVICE)
+    arguments = (
+        logits, torch.empty_like(logits), shifted, record.tokens, None, record.logprobs, advantages,
+        torch.ones(size, device=DEVICE), heat, None, candidates.ids, candidates.logprobs, candidates.offsets,
+        candidates.complete, torch.full((size,), 0.1, device=DEVICE), None, 40, 0,
+        [1e-6, 0.0, 0.0, 0.5, 5.0, -0.7, 1.6, 0.2, 2.0], 3, 0, True, False,
+    )  # fmt: skip
+    torch.library.opcheck(loss._LOSS, arguments, test_utils=checks)
+    arguments = (logits, record.tokens, None, heat, candidates.ids, candidates.offsets, None, 40, 0, 0.0)
+    torch.library.opcheck(shards._STATISTICS, arguments, test_utils=checks)
+    arguments = (
+        logits, torch.empty_like(logits), record.tokens, None, heat, heat, heat, heat, candidates.ids,
+        candidates.offsets, shifted.zero_(), heat, listed, 40, 0,
+    )  # fmt: skip
+    torch.library.opcheck(pair._GRADIENT, arguments, test_utils=checks)
+    torch.library.opcheck(scale._SCALE, (logits.clone(), torch.tensor(2.0, device=DEVICE)), test_utils=checks)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), "expanded"])
+def test_held_gradients_are_scaled_on_the_device(setting: Any, shape: Any) -> None:
+    from offpolicy_corr.kernels.scale import scale_
+
+    logits, _, _ = setting
+    expanded = torch.full((1,), 3.0, device=DEVICE).expand(5)
+    upstream = expanded if shape == "expanded" else torch.randn(shape, device=DEVICE)
+    factor = upstream[:, None] if upstream.dim() else upstream
+    torch.testing.assert_close(scale_(logits.clone(), upstream), logits * factor)
+    flat = torch.randn(7, device=DEVICE)
+    torch.testing.assert_close(scale_(flat.clone(), torch.tensor(2.0, device=DEVICE)), 2.0 * flat)
+    ones = torch.ones(5, device=DEVICE)
+    ones[2] = 2.0
+    spoiled = logits.clone()
+    spoiled[0, 0] = torch.nan  # a row whose factor is 1 is not even read
+    assert torch.equal(scale_(spoiled.clone(), ones)[1], spoiled[1])
+
+
+def test_the_loss_is_differentiable_through_the_usual_wrappers(setting: Any) -> None:
+    logits, record, advantages = setting
+    _, plain = loss_and_gradient(logits, record, advantages, "triton")
+    leaf = logits.detach().requires_grad_()
+    out = oc.policy_loss(leaf, record, advantages, backend="triton")
+    out.loss.backward(retain_graph=True)
+    out.loss.backward()
+    torch.testing.assert_close(leaf.grad, 2.0 * plain)
