@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -31,4 +33,26 @@ class RecordError(ValueError):
         self.sample, self.token, self.field, self.value, self.remedy = sample, token, field, value, remedy
         places = [("sample", sample), ("token", token), ("field", field), ("value", value)]
         where = ", ".join(f"{name} {place}" for name, place in places if place is not None)
-        super().__init__(f"{problem} ({where})" + (f". {remedy}" if remedy else ""))
+        super().__init__(problem + (f" ({where})" if where else "") + (f". {remedy}" if remedy else ""))
+
+    def at(self, *, sample: int | None = None, token: int | None = None) -> RecordError:
+        """The same fault at another place: what is not given stays."""
+        return RecordError(
+            self.problem,
+            sample=self.sample if sample is None else sample,
+            token=self.token if token is None else token,
+            field=self.field,
+            value=self.value,
+            remedy=self.remedy,
+        )
+
+
+@contextmanager
+def within_sample(sample: int | None) -> Iterator[None]:
+    """Faults found inside are those of ``sample``, unless they name one already; None changes nothing."""
+    try:
+        yield
+    except RecordError as error:
+        if sample is None or error.sample is not None:
+            raise
+        raise error.at(sample=sample) from None
