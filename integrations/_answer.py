@@ -241,14 +241,7 @@ def validate_in_pieces(record: SamplerRecord, vocab_size: int | None, mask: torc
         except RecordError as error:
             if error.token is None:
                 raise
-            moved = RecordError(
-                error.problem,
-                token=error.token + begin,
-                field=error.field,
-                value=error.value,
-                remedy=error.remedy,
-            )
-            raise moved from None
+            raise error.at(token=error.token + begin) from None
         begin = end
         if total == 0:
             return

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
+from offpolicy_corr.errors import within_sample
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.versions import parse_spans
@@ -123,13 +124,14 @@ def read_turns(
     if not items:
         raise fail("a response without samples", "response", None, DAMAGED)
     turns = []
-    for item in items:
-        item = mapping(item, "response")
-        meta = mapping(item.get("meta_info"), "meta_info")
-        answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
-        given = prompt if prompt is not None else item.get("prompt_ids")
-        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_ids"))
-        turns.append(finish(answer, spec, on_missing, weight_version))
+    for index, item in enumerate(items):
+        with within_sample(index if len(items) > 1 else None):
+            item = mapping(item, "response")
+            meta = mapping(item.get("meta_info"), "meta_info")
+            answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
+            given = prompt if prompt is not None else item.get("prompt_ids")
+            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_ids"))
+            turns.append(finish(answer, spec, on_missing, weight_version))
     return turns
 
 
@@ -144,17 +146,21 @@ def read_chat_turns(
         raise fail("a response without choices", "choices", None, DAMAGED)
     turns = []
     for index, choice in enumerate(choices):
-        choice = mapping(choice, f"choices[{index}]")
-        meta = choice.get("meta_info")
-        if meta is None:
-            remedy = "Send return_meta_info=true and return_token_ids=true; the text alone cannot be aligned."
-            raise fail("the choice carries no meta_info", f"choices[{index}].meta_info", None, remedy)
-        meta = mapping(meta, f"choices[{index}].meta_info")
-        answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", spec, False)
-        given = choice.get("prompt_token_ids")
-        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-        turns.append(finish(answer, spec, on_missing, weight_version))
+        with within_sample(index if len(choices) > 1 else None):
+            answer = _from_choice(mapping(choice, "choices"), spec)
+            turns.append(finish(answer, spec, on_missing, weight_version))
     return turns
+
+
+def _from_choice(choice: dict[str, Any], spec: SamplerSpec) -> Answer:
+    meta = choice.get("meta_info")
+    if meta is None:
+        remedy = "Send return_meta_info=true and return_token_ids=true; the text alone cannot be aligned."
+        raise fail("the choice carries no meta_info", "choices.meta_info", None, remedy)
+    meta = mapping(meta, "choices.meta_info")
+    answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", spec, False)
+    given = choice.get("prompt_token_ids")
+    return replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
 
 
 def _records(turns: list[Turn], several: bool) -> SamplerRecord | list[SamplerRecord]:

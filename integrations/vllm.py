@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
+from offpolicy_corr.errors import within_sample
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.versions import parse_spans
@@ -74,21 +75,26 @@ def read_turns(
 ) -> list[Turn]:
     """As `read_output`, as turns for `assemble`; a ``RequestOutput`` brings its prompt's ids along."""
     check_spec(spec, "vllm", on_missing)
-    if isinstance(output, (list, tuple)) and output:
-        options: dict[str, Any] = {"on_missing": on_missing, "weight_version": weight_version}
-        options |= {"top_logprobs": top_logprobs, "prompt": prompt}
-        return [turn for one in output for turn in read_turns(one, spec, **options)]
-    given = prompt if prompt is not None else getattr(output, "prompt_token_ids", None)
-    outputs = getattr(output, "outputs", None)
-    outputs = [output] if outputs is None else list(outputs)
-    if not outputs:
+    items = [
+        pair for one in (output if isinstance(output, (list, tuple)) else [output]) for pair in _pairs(one)
+    ]
+    if not items:
         raise fail("an output without completions", "outputs", None, DAMAGED)
     turns = []
-    for item in outputs:
-        answer = _from_object(item, spec, top_logprobs)
-        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-        turns.append(finish(answer, spec, on_missing, weight_version))
+    for index, (item, context) in enumerate(items):
+        with within_sample(index if len(items) > 1 else None):
+            given = context if prompt is None else prompt
+            answer = _from_object(item, spec, top_logprobs)
+            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
+            turns.append(finish(answer, spec, on_missing, weight_version))
     return turns
+
+
+def _pairs(output: Any) -> list[tuple[Any, Any]]:
+    """Completions with their prompts' ids: a ``RequestOutput`` has several, a ``CompletionOutput`` is one."""
+    outputs = getattr(output, "outputs", None)
+    context = getattr(output, "prompt_token_ids", None)
+    return [(output, context)] if outputs is None else [(one, context) for one in outputs]
 
 
 def read_json(
@@ -127,13 +133,14 @@ def read_json_turns(
         raise fail("a response without choices", "choices", None, DAMAGED)
     turns = []
     for index, choice in enumerate(choices):
-        choice = mapping(choice, f"choices[{index}]")
-        given = prompt
-        for source in (choice, response):
-            given = source.get("prompt_token_ids") if given is None else given
-        answer = _from_choice(choice, spec, top_logprobs)
-        answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-        turns.append(finish(answer, spec, on_missing, weight_version))
+        with within_sample(index if len(choices) > 1 else None):
+            choice = mapping(choice, "choices")
+            given = prompt
+            for source in (choice, response):
+                given = source.get("prompt_token_ids") if given is None else given
+            answer = _from_choice(choice, spec, top_logprobs)
+            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
+            turns.append(finish(answer, spec, on_missing, weight_version))
     if len(turns) == 1:
         _check_usage(response.get("usage"), len(turns[0].record))
     return turns

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateSet
-from .errors import RecordError
+from .errors import RecordError, within_sample
 from .missing import missing_tokens
 from .record import SamplerRecord
 from .spec import SamplerSpec, check_fleet
@@ -73,7 +73,7 @@ class Batch:
     missing: int
 
 
-def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
+def assemble(turns: Sequence[Turn], strict: bool = True, sample: int | None = None) -> Trajectory:
     """Join the calls of one trajectory.
 
     Each call's prompt must begin with the sequence so far, id by id; what follows in it is context that
@@ -83,6 +83,7 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     Args:
         turns: in order.
         strict: require that every spec names its group.
+        sample: the trajectory's number, for errors.
 
     Raises:
         RecordError: a prompt that does not continue the sequence (``token`` is the first id that differs),
@@ -90,6 +91,11 @@ def assemble(turns: Sequence[Turn], strict: bool = True) -> Trajectory:
     """
     if not turns:
         raise ValueError("a trajectory needs at least one turn")
+    with within_sample(sample):
+        return _assemble(turns, strict)
+
+
+def _assemble(turns: Sequence[Turn], strict: bool) -> Trajectory:
     specs = tuple(turn.spec for turn in turns)
     check_fleet(specs, strict)
     sequence = torch.zeros(0, dtype=torch.int64)

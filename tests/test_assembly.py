@@ -74,8 +74,8 @@ def test_an_answer_that_was_cut_keeps_its_beginning() -> None:
 )
 def test_a_prompt_that_does_not_continue_is_refused_at_its_first_id(prompt: list[int], token: int) -> None:
     with pytest.raises(oc.RecordError) as caught:
-        assemble([turn([1, 2], [10, 11]), turn(prompt, [12])])
-    assert caught.value.token == token
+        assemble([turn([1, 2], [10, 11]), turn(prompt, [12])], sample=7)
+    assert (caught.value.sample, caught.value.token) == (7, token)
 
 
 def test_what_cannot_be_joined_is_refused() -> None:

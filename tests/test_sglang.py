@@ -97,6 +97,11 @@ def test_several_samples_give_a_list_and_several_choices_too() -> None:
     chat = as_chat(good_sglang())
     chat["choices"] *= 2
     assert len(read_chat(chat, HEAD)) == 2
+    damaged = good_sglang()
+    damaged["meta_info"]["output_token_logprobs"][1][0] = None
+    with pytest.raises(oc.RecordError) as caught:
+        read_generate([good_sglang(), damaged], HEAD)
+    assert (caught.value.sample, caught.value.token) == (1, 1)
 
 
 def test_support_mode_gives_complete_sets_with_the_sampled_tokens_value() -> None:

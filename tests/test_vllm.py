@@ -239,6 +239,10 @@ def test_several_outputs_give_a_list_with_their_prompt() -> None:
     request = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[output, output])
     assert len(read_output(request, PLAIN)) == 2 and len(read_output([request, request], PLAIN)) == 4
     assert read_turns(request, PLAIN)[0].prompt.tolist() == [1, 2, 3]
+    request.outputs[1] = vllm_dicts([5, 100], as_dicts(good_rows()))
+    with pytest.raises(oc.RecordError) as caught:
+        read_output(request, PLAIN)
+    assert caught.value.sample == 1
 
 
 def stream() -> list[dict[str, Any]]:
