@@ -265,6 +265,14 @@ def test_wrong_types_are_refused_never_converted(path: tuple[Any, ...], value: A
         read_generate(response, HEAD)
 
 
+def test_a_bool_is_no_token_id_even_where_it_equals_one() -> None:
+    response = sglang([1], [-0.5])
+    read_generate(response, HEAD)
+    response["output_ids"] = [True]
+    with pytest.raises(oc.RecordError, match="expected an integer"):
+        read_generate(response, HEAD)
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b'{"output_ids": [5,', b"[" * 100_000, "null", b"[]", b"3"])
 def test_text_that_is_no_response_is_refused(text: Any) -> None:
     with pytest.raises(oc.RecordError):
