@@ -19,24 +19,35 @@ class LossFromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool
+        ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool, wanted: bool
     ) -> tuple[Tensor, Tensor]:
         gradient = None
-        if ctx.needs_input_grad[0]:
+        if wanted:
             # the detached alias shares its version counter, so another reader of the logits notices the write
-            gradient = logits.detach() if inplace else torch.empty_like(logits)
+            # (a compiler turns writes into copies and places buffers itself: there inplace gains nothing)
+            write_over = inplace and not torch.compiler.is_compiling()
+            gradient = logits.detach() if write_over else torch.empty_like(logits)
         held_job, unit = at_unit_scale(job, logits.dtype)
         with torch.autocast(logits.device.type, enabled=False):
             results = backend.visit(chosen)(logits.detach(), held_job, gradient)
             loss = scaled_loss(results, job, reduce)
-        ctx.held = Held([gradient], unit)
+        if gradient is not None:
+            ctx.held = Held([gradient], [gradient.dtype], unit)
         ctx.mark_non_differentiable(results)
         return loss, results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.held.times(upstream), None, None, None, None)
+        return (*ctx.held.times(upstream), None, None, None, None, None)
+
+
+def wants_gradient(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Which inputs get a gradient from the call that is being made: none does under ``no_grad``.
+
+    Asked before ``apply``: inside it grad mode is always off, and what torch tells there ignores the mode.
+    """
+    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
 
 
 def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
@@ -47,23 +58,32 @@ def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
 
 
 def at_unit_scale(job: Job, dtype: torch.dtype) -> tuple[Job, Tensor | None]:
-    """For fp16, a job whose largest scale is 1, and the factor that was taken out; else the job itself.
+    """For fp16, a job whose largest scale · |advantage| is about 1, and the factor taken out; else the job itself.
 
     A gradient divided by the number of tokens is below fp16's range long before the loss scale reaches it.
     """
     if dtype != torch.float16 or job.terms.scale.numel() == 0:
         return job, None
-    unit = job.terms.scale.max().clamp(min=torch.finfo(torch.float64).tiny)
+    advantages = job.terms.advantages.abs().nan_to_num(0.0, posinf=0.0)
+    if job.trained is not None:
+        advantages = torch.where(job.trained, advantages, 0.0)
+    unit = job.terms.scale.max().clamp(min=torch.finfo(torch.float64).tiny) * advantages.max().clamp(min=1.0)
+    unit = unit.log2().ceil().exp2()  # a power of two, so that dividing and multiplying round nothing
     return replace(job, terms=replace(job.terms, scale=job.terms.scale / unit)), unit
 
 
 class Held:
-    """Gradients computed ahead of time, waiting for what is multiplied onto them."""
+    """Gradients computed ahead of time, waiting for what is multiplied onto them.
 
-    def __init__(self, gradients: list[Tensor | None], unit: Tensor | None = None) -> None:
+    ``dtypes`` are those they are handed over in; a gradient may be held wider than that.
+    """
+
+    def __init__(
+        self, gradients: list[Tensor | None], dtypes: list[torch.dtype], unit: Tensor | None = None
+    ) -> None:
         self.gradients: list[Tensor | None] | None = gradients
         self.versions = [None if g is None else g._version for g in gradients]
-        self.unit = unit
+        self.dtypes, self.unit = dtypes, unit
 
     def times(self, upstream: Tensor) -> list[Tensor | None]:
         """upstream · gradient; upstream is a scalar, or ``[T]`` for gradients of ``T`` rows.
@@ -87,7 +107,10 @@ class Held:
         if not keep:
             self.gradients = None
         factor = upstream if self.unit is None else upstream * self.unit
-        return [None if g is None else _scale(g, factor, keep) for g in gradients]
+        return [
+            None if g is None else _scale(g, factor, keep).to(dtype)
+            for g, dtype in zip(gradients, self.dtypes, strict=True)
+        ]
 
 
 def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
@@ -95,6 +118,11 @@ def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
         if float(factor) == 1.0:
             return gradient.clone() if keep else gradient
         return gradient * float(factor) if keep else gradient.mul_(float(factor))
+    if gradient.device.type == "cuda" and gradient.dtype != torch.float64 and backend.has_kernels():
+        # reads the factor on the device and returns at once where it is 1
+        from .kernels.scale import scale_
+
+        return scale_(gradient.clone() if keep else gradient, factor)
     factor = factor if factor.dim() == 0 else factor[:, None]
     return (gradient * factor).to(gradient.dtype) if keep else gradient.mul_(factor)
 

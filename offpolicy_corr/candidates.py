@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .segments import row_index, segment_sum, take_rows
+from .segments import as_index, row_index, segment_sum, take_rows
 from .weights import WeightRule
 
 
@@ -19,7 +19,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_integer(tensor: Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+    return tensor.dtype in (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,9 @@ class CandidateSet:
     complete: Tensor
 
     def __post_init__(self) -> None:
-        _require(_is_integer(self.ids), f"candidate ids must be integers, got {self.ids.dtype}")
+        _require(
+            _is_integer(self.ids), f"candidate ids must be integers, int32 or int64, got {self.ids.dtype}"
+        )
         if self.logprobs is not None:
             _require(
                 self.logprobs.dtype in (torch.float32, torch.float64),
@@ -62,7 +64,7 @@ class CandidateSet:
         """Heads of a full-vocabulary distribution, dense ``[T, K]``; slots whose id is ``pad_id`` are left out."""
         _require(ids.dim() == 2, f"ids must be [T, K], got shape {tuple(ids.shape)}")
         _require(ids.shape == logprobs.shape, "ids and logprobs must have the same shape")
-        _require(_is_integer(ids), f"candidate ids must be integers, got {ids.dtype}")
+        _require(_is_integer(ids), f"candidate ids must be integers, int32 or int64, got {ids.dtype}")
         used = ids != pad_id
         offsets = torch.zeros(ids.shape[0] + 1, dtype=torch.int64, device=ids.device)
         torch.cumsum(used.sum(1), 0, out=offsets[1:])
@@ -99,7 +101,7 @@ class CandidateSet:
 
     def select(self, index: Tensor) -> CandidateSet:
         """The rows ``index`` (int64 or bool ``[T]``), in that order."""
-        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
+        index = as_index(index, len(self))
         position, offsets = take_rows(self.offsets, index)
         logprobs = None if self.logprobs is None else self.logprobs[position]
         return CandidateSet(self.ids[position], logprobs, offsets, self.complete[index])
@@ -138,7 +140,9 @@ class CandidateSet:
 
     def mass(self) -> Tensor:
         """Recorded probability of each row, float64 ``[T]``: 1 on a complete row up to rounding."""
-        return segment_sum(self._logprobs("the recorded mass").double().exp(), self.offsets)
+        logprobs = self._logprobs("the recorded mass")
+        self._check_csr()
+        return segment_sum(logprobs.double().exp(), self.offsets)
 
     def trim(self, mass: float = 0.999, max_k: int = 128) -> CandidateSet:
         """Keep of each head its most likely candidates, until they hold ``mass`` or are ``max_k`` in number.
@@ -150,9 +154,12 @@ class CandidateSet:
         if not 0.0 < mass <= 1.0 or max_k < 1:
             raise ValueError(f"trim needs 0 < mass <= 1 and max_k >= 1, got mass={mass}, max_k={max_k}")
         logprobs = self._logprobs("trim")
+        self._check_csr()
         by_prob = logprobs.argsort(descending=True, stable=True)
         order = by_prob[self.rows[by_prob].argsort(stable=True)]
         q = logprobs[order].double().exp()
+        # a masked token may hold anything: what is no probability must not reach the running sum of other rows
+        q = torch.where(q <= 2.0, q, 0.0)
         before = q.cumsum(0) - q
         start = self.offsets[:-1][self.rows]
         before = before - before[start]
@@ -190,6 +197,16 @@ class CandidateSet:
         )
         worst = torch.stack([bound(q_tail, p_tail, sign) for sign in signs]).amax(0)  # type: ignore[misc]
         return worst.masked_fill(self.complete, 0.0)
+
+    def _check_csr(self) -> None:
+        offsets, size = self.offsets, self.ids.numel()
+        if offsets.numel() == 0 or bool(
+            (offsets[0] != 0) | (offsets[-1] != size) | (offsets.diff() < 0).any()
+        ):
+            raise ValueError(f"offsets must start at 0, never fall and end at the number of ids, {size}")
+        if self.logprobs is not None and self.logprobs.shape != self.ids.shape:
+            shapes = f"{tuple(self.logprobs.shape)} and {tuple(self.ids.shape)}"
+            raise ValueError(f"logprobs and ids must have the same shape, got {shapes}")
 
     def _logprobs(self, purpose: str) -> Tensor:
         if self.logprobs is None:

@@ -49,6 +49,14 @@ def product(coefficient: Tensor, logp: Tensor) -> Tensor:
     return torch.where(coefficient == 0, torch.zeros_like(logp), coefficient * logp)
 
 
+def uncentred(correction: Correction, terms: Terms) -> Tensor:
+    """Tokens of a centred loss without a candidate, bool ``[T]``: validation refuses them, and without it their
+    loss is not a number. Nothing falls back to an uncentred term."""
+    if not correction.center or terms.candidates is None:
+        return torch.zeros_like(terms.tokens, dtype=torch.bool)
+    return terms.candidates.offsets.diff() == 0
+
+
 def live(scale: Tensor, values: Tensor) -> Tensor:
     """scale · values, where a scale of 0 silences whatever stands there."""
     return torch.where(scale == 0, torch.zeros_like(values), scale * values)
@@ -93,15 +101,13 @@ def policy_term(
 ) -> tuple[Tensor, Tensor]:
     """(L, Σ_H c_v log p_v), both ``[T]``, differentiable in the two log-probs."""
     advantages = terms.advantages.to(token_logp.dtype)
-    loss = -product(advantages * coef.weight, token_logp)
+    loss = -product(product(advantages, coef.weight), token_logp)
     candidates = terms.candidates
     if candidates is None:
         return loss, torch.zeros_like(loss)
     rows = candidates.rows
-    correction = torch.zeros_like(loss).index_add(0, rows, product(coef.centering, candidate_logp))
-    centred = torch.zeros_like(loss).index_add(
-        0, rows, product(advantages[rows] * coef.centering, candidate_logp)
-    )
+    correction = segment_sum(product(coef.centering, candidate_logp), candidates.offsets)
+    centred = segment_sum(product(advantages[rows] * coef.centering, candidate_logp), candidates.offsets)
     return loss + centred, correction
 
 
@@ -123,7 +129,7 @@ def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_
     coef = coefficients(settings.correction, terms, trainer)
     loss, correction = policy_term(coef, terms, trainer.token, trainer.candidates)
     advantages = terms.advantages.to(loss.dtype)
-    pull = advantages * coef.weight  # −∂L/∂ log p_y
+    pull = product(advantages, coef.weight)  # −∂L/∂ log p_y
     if settings.kl_coef:
         assert terms.ref_logprobs is not None
         gap = trainer.token - terms.ref_logprobs.to(loss.dtype)
@@ -131,8 +137,7 @@ def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_
         pull = pull - settings.kl_coef * kl_slope(settings.kl_estimator, gap)
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * trainer.entropy
-    loss = torch.where(trainer.finite, loss, torch.nan)
-
+    loss = torch.where(trainer.finite & ~uncentred(settings.correction, terms), loss, torch.nan)
     gradient = _gradient(settings, terms, trainer, coef, pull, log_total)
     return TokenLoss(loss, correction, coef, gradient)
 

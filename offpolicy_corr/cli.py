@@ -18,7 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["bench"]:
         on_cpu = "--cpu" in words
         rest = [word for word in words[1:] if word != "--cpu"]
-        return _run("offpolicy_corr.benchmarks.cpu" if on_cpu else "offpolicy_corr.benchmarks.kernels", "main", rest)
+        return _run(
+            "offpolicy_corr.benchmarks.cpu" if on_cpu else "offpolicy_corr.benchmarks.kernels", "main", rest
+        )
     if words[:2] == ["miles", "check"]:
         return _run("offpolicy_corr.integrations.miles.check", "check_main", words[2:])
     if words == ["--version"]:

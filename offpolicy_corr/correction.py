@@ -33,7 +33,7 @@ class Correction:
     tail_floor: float = 1e-6
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, WeightRule):
+        if isinstance(self.weight, type) or not isinstance(self.weight, WeightRule):
             raise TypeError(
                 f"weight must be a rule with weight, weighted_prob and tail_scale, got {self.weight!r}"
             )

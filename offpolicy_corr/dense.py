@@ -60,6 +60,10 @@ def visit(logits: Tensor, job: Job, gradient: Tensor | None) -> Tensor:
                 block = RowBlock(take(columns, rows, span), part, scratch, job.shard.first_id)
                 block.revisit(stats.peak[span])
                 write(block, token.gradient.narrow(span, owned), stats.peak[span], gradient, rows, span)
+    if gradient is not None:
+        # a dropped sequence is silent even where its logits are not numbers
+        dropped = (terms.scale == 0).nonzero().squeeze(1)
+        gradient.index_fill_(0, dropped if rows is None else rows[dropped], 0.0)
     if rows is None:
         return results
     everywhere = results.new_zeros(len(FIELDS), len(job.terms))

@@ -6,14 +6,24 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateSet
-from .centering import coefficients, live, policy_term
+from .centering import coefficients, live, policy_term, uncentred
 from .plan import Plan
 from .regularizers import kl_value
 from .replay import TrainerLogprobs
 from .result import pack
 from .segments import segment_sum
 from .softmax import compute_dtype
-from .validation import COMPLETE_MASS_OFF_ONE, Check, raise_first
+from .terms import Terms
+from .validation import (
+    COMPLETE_MASS_OFF_ONE,
+    HEAD_MASS_ABOVE_ONE,
+    LOGPROB_ABOVE_ZERO,
+    Check,
+    raise_first,
+)
+
+# a framework may compute the two in different kernels; a mass that was left out is far larger
+_SAME_LOGP = 1e-3
 
 
 def loss_from_logprobs(
@@ -41,8 +51,8 @@ def loss_from_logprobs(
     with torch.no_grad():
         trainer = _trainer(logp, candidate_logp, entropy, terms.candidates)
         coef = coefficients(job.settings.correction, terms, trainer)
-    if plan.validate and terms.candidates is not None:
-        _check_complete(trainer, terms.candidates, rows, plan.sequence_ids)
+    if plan.validate:
+        _check_trainer(trainer, terms, rows, plan.sequence_ids)
     token_loss, correction = policy_term(coef, terms, logp, candidate_logp)
     settings = job.settings
     if settings.kl_coef:
@@ -53,7 +63,7 @@ def loss_from_logprobs(
         assert entropy is not None
         token_loss = token_loss - settings.entropy_coef * entropy.to(dtype)
     # a token whose log-prob is not a number stays visible even where its weight is 0
-    token_loss = torch.where(trainer.finite, token_loss, torch.nan)
+    token_loss = torch.where(trainer.finite & ~uncentred(settings.correction, terms), token_loss, torch.nan)
     scaled = live(terms.scale.to(dtype), token_loss)
     results = pack(token_loss, correction, coef, trainer)
     results = results.new_zeros(results.shape[0], size).index_copy_(1, rows, results)
@@ -72,10 +82,9 @@ def _align(
         if nnz and center:
             raise ValueError("a centred loss needs candidate_logprobs, log p of the record's candidate ids")
         return like.new_full((nnz,), torch.nan)
-    if candidate_logprobs.shape != (nnz,):
-        raise ValueError(
-            f"candidate_logprobs must be [nnz] = ({nnz},), got {tuple(candidate_logprobs.shape)}"
-        )
+    if candidate_logprobs.shape != (nnz,) or not candidate_logprobs.dtype.is_floating_point:
+        got = f"{candidate_logprobs.dtype} {tuple(candidate_logprobs.shape)}"
+        raise ValueError(f"candidate_logprobs must be floating [nnz] = ({nnz},), got {got}")
     return candidate_logprobs
 
 
@@ -93,15 +102,34 @@ def _trainer(
     return TrainerLogprobs(logp, candidate_logp, entropy, tail, head, finite)
 
 
-def _check_complete(
-    trainer: TrainerLogprobs, candidates: CandidateSet, rows: Tensor, sequence_ids: Tensor | None
-) -> None:
-    """Raise where a complete row's log-probs are not over its set, which their mass betrays."""
-    mass = segment_sum(trainer.candidates.double().exp(), candidates.offsets)
-    bad = candidates.complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
-    problem = "the trainer's probabilities of a complete set do not sum to 1"
+def _check_trainer(trainer: TrainerLogprobs, terms: Terms, rows: Tensor, sequence_ids: Tensor | None) -> None:
+    """Refuse what cannot be the trainer's log-probs: above 0, masses that are off, values that disagree.
+
+    On complete rows the last two betray log-probs that are not over the set. One host sync.
+    """
+    remedy = "Pass log-probs after temperature, as selected_logprobs gives them."
+    above = trainer.token > LOGPROB_ABOVE_ZERO
+    checks = [Check(above, "logprobs", trainer.token, "the trainer's log-prob is above 0", remedy)]
+    if terms.candidates is not None:
+        checks += _candidate_checks(trainer, terms, terms.candidates)
+    sample = None if sequence_ids is None else sequence_ids[rows]
+    for check, hit in zip(checks, torch.stack([c.bad.any() for c in checks]).tolist(), strict=True):
+        if hit:
+            raise_first(check, sample, rows)
+
+
+def _candidate_checks(trainer: TrainerLogprobs, terms: Terms, candidates: CandidateSet) -> list[Check]:
+    logp, owner = trainer.candidates, candidates.rows
+    mass = segment_sum(logp.double().exp(), candidates.offsets)
     remedy = "Renormalise p over the set, as selected_logprobs does, or mark the row as a head."
-    if bool(bad.any()):
-        sample = None if sequence_ids is None else sequence_ids[rows]
-        check = Check(bad, "candidate_logprobs", mass, problem, remedy)
-        raise_first(check, sample, rows)
+    off_one = candidates.complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
+    problem = "the trainer's probabilities of a complete set do not sum to 1"
+    checks = [Check(off_one, "candidate_logprobs", mass, problem, remedy)]
+    above = mass > 1.0 + HEAD_MASS_ABOVE_ONE
+    problem = "the trainer's probabilities of a head sum to more than 1"
+    checks.append(Check(above, "candidate_logprobs", mass, problem, "Normalise over the vocabulary."))
+    own = trainer.token[owner]
+    differs = (candidates.ids == terms.tokens[owner]) & ((logp - own).abs() > _SAME_LOGP * (1.0 + own.abs()))
+    problem = "the sampled token's log-prob differs from its entry in candidate_logprobs"
+    remedy = "Both must be over the set on a complete row, over the vocabulary on a head."
+    return [*checks, Check(differs, "candidate_logprobs", logp, problem, remedy, owner)]

@@ -75,11 +75,16 @@ def off_policy(
     return ~((advantage < 0) & (far | total.isnan()))
 
 
-def staleness(record: SamplerRecord, sequence_ids: Tensor, current_version: int, max_lag: int) -> Tensor:
+def staleness(
+    record: SamplerRecord,
+    sequence_ids: Tensor,
+    current_version: int,
+    max_lag: int,
+    loss_mask: Tensor | None = None,
+) -> Tensor:
     """Drop sequences with a token drawn by weights more than ``max_lag`` versions behind ``current_version``.
 
-    Tokens of a multi-turn sequence that carry no weights (prompts, tool answers) should be selected away first:
-    every token of ``record`` counts.
+    Masked tokens, prompts and tool answers among them, do not count.
 
     Raises:
         RecordError: the record has no weight versions, or a token's is undeclared (−1) or lies in the future.
@@ -91,7 +96,9 @@ def staleness(record: SamplerRecord, sequence_ids: Tensor, current_version: int,
         remedy = "Stamp every token with the version of the weights that drew it."
         raise RecordError("staleness needs weight versions", field="weight_version", remedy=remedy)
     lag = current_version - versions
+    trained = as_mask(loss_mask, versions, check=True)
     bad = (versions < 0) | (lag < 0)
+    bad = bad if trained is None else bad & trained
     if bool(bad.any()):
         token = int(bad.nonzero()[0, 0])
         raise RecordError(
@@ -102,7 +109,7 @@ def staleness(record: SamplerRecord, sequence_ids: Tensor, current_version: int,
             value=int(versions[token]),
             remedy=f"Versions must lie in [0, {current_version}].",
         )
-    stale, _ = _sums((lag > max_lag).double(), sequence_ids, None)
+    stale, _ = _sums((lag > max_lag).double(), sequence_ids, loss_mask)
     return stale == 0
 
 
@@ -123,12 +130,12 @@ def _sums(values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None) -> tup
         raise ValueError(
             f"lengths disagree: {tuple(values.shape)} and sequence_ids {tuple(sequence_ids.shape)}"
         )
-    trained = as_mask(loss_mask, sequence_ids)
+    trained = as_mask(loss_mask, sequence_ids, check=True)
     trained = torch.ones_like(sequence_ids, dtype=torch.bool) if trained is None else trained
     if bool((trained & (sequence_ids < 0)).any()):
         raise ValueError("a trained token has a negative sequence id: number the sequences from 0")
-    size = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    ids = sequence_ids.clamp(min=0)
+    ids = sequence_ids.clamp(min=0)  # padding may be −1
+    size = int(ids.max()) + 1 if ids.numel() else 0
     clean = torch.where(trained, values.detach().double(), 0.0)
-    zeros = torch.zeros(max(size, 0), dtype=torch.float64, device=values.device)
+    zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
     return zeros.index_add(0, ids, clean), zeros.index_add(0, ids, trained.double())

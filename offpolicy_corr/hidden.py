@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend
-from .autograd import Held, at_unit_scale, scaled_loss
+from .autograd import Held, at_unit_scale, scaled_loss, wants_gradient
 from .dense import Job
 from .result import FIELDS
 from .softmax import compute_dtype
@@ -86,8 +86,9 @@ class HeadGradients:
 
 def loss_from_hidden(head: LMHead, job: Job, chosen: str, reduce: bool) -> tuple[Tensor, Tensor]:
     """(loss, results) as `autograd.LossFromLogits` gives them."""
+    wanted = wants_gradient(head.hidden, head.weight, head.bias)
     result: tuple[Tensor, Tensor] = _LossFromHidden.apply(  # type: ignore[no-untyped-call]
-        head.hidden, head.weight, head.bias, head.softcap, job, chosen, reduce
+        head.hidden, head.weight, head.bias, head.softcap, job, chosen, reduce, wanted
     )
     return result
 
@@ -103,19 +104,21 @@ class _LossFromHidden(torch.autograd.Function):
         job: Job,
         chosen: str,
         reduce: bool,
+        wanted: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor]:
         head = LMHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), softcap)
-        needed = tuple(ctx.needs_input_grad[:3])
         # a token's own upstream factor must reach the weight's gradient before it is summed over tokens
-        ahead = needed if reduce else (False, False, False)
+        ahead = wanted if reduce else (False, False, False)
         held_job, unit = at_unit_scale(job, hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = HeadGradients.like(head, ahead)
             results = sweep(head, held_job, chosen, gradients)
             loss = scaled_loss(results, job, reduce)
-        ctx.held = Held(_finished(gradients, head, job), unit)
-        ctx.later = None if reduce else (softcap, job, chosen, needed)
-        if not reduce:
+        if gradients.wanted:
+            dtypes = [t.dtype if t is not None else hidden.dtype for t in (hidden, weight, bias)]
+            ctx.held = Held(_finished(gradients, head, job, wide=unit is not None), dtypes, unit)
+        ctx.later = None if reduce else (softcap, job, chosen, wanted)
+        if any(wanted) and not reduce:
             ctx.save_for_backward(hidden, weight, bias)
         ctx.mark_non_differentiable(results)
         return loss, results
@@ -124,15 +127,15 @@ class _LossFromHidden(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.later is None:
-            return (*ctx.held.times(upstream), None, None, None, None)
-        softcap, job, chosen, needed = ctx.later
+            return (*ctx.held.times(upstream), None, None, None, None, None)
+        softcap, job, chosen, wanted = ctx.later
         hidden, weight, bias = ctx.saved_tensors
         head = LMHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), softcap)
         job = replace(job, terms=replace(job.terms, scale=job.terms.scale * upstream))
         with torch.autocast(upstream.device.type, enabled=False):
-            gradients = HeadGradients.like(head, needed)
+            gradients = HeadGradients.like(head, wanted)
             sweep(head, job, chosen, gradients)
-        return (*_finished(gradients, head, job), None, None, None, None)
+        return (*_finished(gradients, head, job, wide=False), None, None, None, None, None)
 
 
 def sweep(head: LMHead, job: Job, chosen: str, gradients: HeadGradients) -> Tensor:
@@ -194,9 +197,11 @@ def _accumulate(gradients: HeadGradients, head: LMHead, hidden: Tensor, slope: T
         gradients.bias += slope.sum(0, dtype=gradients.bias.dtype)
 
 
-def _finished(gradients: HeadGradients, head: LMHead, job: Job) -> list[Tensor | None]:
-    """Sum hidden's gradient over the vocabulary's shards and give every gradient its parameter's dtype."""
+def _finished(gradients: HeadGradients, head: LMHead, job: Job, wide: bool) -> list[Tensor | None]:
+    """Sum hidden's gradient over the vocabulary's shards; give gradients their parameters' dtype, or leave them wide."""
     if gradients.hidden is not None and job.shard.group is not None:
         dist.all_reduce(gradients.hidden, group=job.shard.group)
+    if wide:
+        return [gradients.hidden, gradients.weight, gradients.bias]
     pairs = [(gradients.hidden, head.hidden), (gradients.weight, head.weight), (gradients.bias, head.bias)]
     return [None if g is None or like is None else g.to(like.dtype) for g, like in pairs]

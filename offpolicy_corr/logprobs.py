@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from . import backend as backends
 from .candidates import CandidateSet
 from .pair import Saved, Selection
+from .plan import is_capturing
 from .record import SamplerRecord
 from .terms import Terms
 from .validation import as_mask, check_lengths, check_record
@@ -48,6 +49,7 @@ def selected_logprobs(
 
     Raises:
         RecordError: ids outside the vocabulary, a token absent from its complete set, lengths that disagree.
+            Only the last is checked while a CUDA graph is captured.
     """
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
@@ -55,13 +57,15 @@ def selected_logprobs(
     ids_only = None if candidates is None else replace(candidates, logprobs=None)
     record = SamplerRecord(tokens, None, ids_only, temperature)
     check_lengths(record)
+    trained = as_mask(loss_mask, tokens)
     if tokens.shape != logits.shape[:1]:
         raise ValueError(f"tokens must be [T] = ({logits.shape[0]},), got {tuple(tokens.shape)}")
-    check_record(record, shard.vocab_size, loss_mask, None)
+    if not is_capturing(logits):  # the checks wait for the device
+        check_record(record, shard.vocab_size, loss_mask, None)
     chosen = backends.choose(backend, logits)
     unused = torch.zeros(tokens.shape, device=logits.device)
     terms = Terms(tokens, unused, unused, unused, temperature, ids_only)
-    selection = Selection(terms, as_mask(loss_mask, tokens), shard)
+    selection = Selection(terms, trained, shard)
     result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, chosen)  # type: ignore[no-untyped-call]
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import LossFromLogits
+from .autograd import LossFromLogits, wants_gradient
 from .correction import Correction
 from .from_logprobs import loss_from_logprobs
 from .hidden import LMHead, loss_from_hidden
@@ -82,7 +82,9 @@ def policy_loss(
     )  # fmt: skip
     shard = VocabShard.of(logits.shape[1], vocab_size, process_group)
     plan = prepare(record, advantages, options, shard, logits, shard.vocab_size)
-    loss, results = LossFromLogits.apply(logits, plan.job, plan.backend, plan.reduce, inplace)  # type: ignore[no-untyped-call]
+    loss, results = LossFromLogits.apply(
+        logits, plan.job, plan.backend, plan.reduce, inplace, *wants_gradient(logits)
+    )  # type: ignore[no-untyped-call]
     return plan.finish(loss, results)
 
 
@@ -112,9 +114,10 @@ def policy_loss_from_hidden(
 ) -> PolicyLoss:
     """`policy_loss` from hidden states: row chunks go through the LM head, ``[T, V]`` never exists.
 
-    ``logits = hidden @ lm_head_weight.T + bias``, then ``softcap · tanh(logits / softcap)``. Products are made in
-    the dtype of ``hidden`` (under autocast, in its dtype), as the model's own head makes them; statistics are
-    fp32, and the weight's gradient is summed over chunks in fp32.
+    ``logits = hidden @ lm_head_weight.T + bias``, then ``softcap · tanh(logits / softcap)``. Products over the
+    vocabulary are made in the dtype of ``hidden`` (under autocast, in its dtype), as the model's own head makes
+    them; those with the candidates of complete rows in fp32. Statistics are fp32, and the weight's gradient is
+    summed over chunks in fp32.
 
     Args:
         hidden: ``[T, D]``, differentiable. With ``process_group`` it is replicated; its gradient is summed over
@@ -124,7 +127,7 @@ def policy_loss_from_hidden(
         inplace: must be False: there are no logits to write over.
 
     Everything else is as in `policy_loss`. With ``reduction="none"`` the weight's gradient cannot be summed ahead
-    of time, so a backward pass raises; take ``"sum"``, or weight the tokens through ``advantages``.
+    of time: the backward pass goes through the head a second time.
     """
     if inplace:
         raise ValueError("inplace has no effect from hidden states: logits are never kept")

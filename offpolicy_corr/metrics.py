@@ -51,7 +51,9 @@ def summarize(
     """
     if not 0 <= band[0] <= band[1]:
         raise ValueError(f"band must satisfy 0 <= low <= high, got {band}")
-    trained = as_mask(loss_mask, record.tokens)
+    if advantages is not None and advantages.shape != record.tokens.shape:
+        raise ValueError(f"advantages must be [T] = ({len(record)},), got {tuple(advantages.shape)}")
+    trained = as_mask(loss_mask, record.tokens, check=True)
     trained = torch.ones_like(record.tokens, dtype=torch.bool) if trained is None else trained
     columns = _columns(tokens, record, advantages, band, rule or MaskedIS())
     columns = {name: values[trained] for name, values in columns.items()}
@@ -97,6 +99,7 @@ def _columns(
         "trainer_head_mass": torch.where(is_head, tokens.trainer_head_mass.double(), unknown),
         "tail_ratio": torch.where(is_head, tokens.tail_ratio.double(), unknown),
     }
+    columns.update(_tails(record, columns["tail_ratio"]))
     size = torch.ones_like(log_ratio)
     if advantages is not None:
         size = columns["advantage"] = advantages.double().abs()
@@ -112,11 +115,22 @@ def _columns(
     return columns
 
 
+def _tails(record: SamplerRecord, rho: Tensor) -> dict[str, Tensor]:
+    """1 − Q_H from the record, and 1 − P_H from ρ: a difference of masses in fp32 would lose a small tail."""
+    unknown = torch.full_like(rho, math.nan)
+    if record.candidates is None or record.candidates.logprobs is None:
+        return {"sampler_tail": unknown, "trainer_tail": unknown}
+    sampler = (1.0 - record.candidates.mass()).clamp(min=1e-6)
+    sampler = torch.where(rho.isnan(), unknown, sampler)
+    return {"sampler_tail": sampler, "trainer_tail": sampler / rho}
+
+
 def _describe(columns: dict[str, Tensor]) -> dict[str, float]:
     log_ratio = columns["log_ratio"]
     ratio = log_ratio.exp()
-    ratio_sum, square_sum = float(ratio.nansum()), float(ratio.square().nansum())
-    count = float((~ratio.isnan()).sum())
+    known = log_ratio[~log_ratio.isnan()]
+    # (Σr)² / (N Σr²) in logarithms: a ratio that overflows is just the case in which it matters
+    log_ess = 2 * known.logsumexp(0) - (2 * known).logsumexp(0) - math.log(max(known.numel(), 1))
     out = {
         "tokens": float(log_ratio.numel()),
         "kl_k1": _mean(-log_ratio),
@@ -124,7 +138,7 @@ def _describe(columns: dict[str, Tensor]) -> dict[str, float]:
         "mean_ratio": _mean(ratio),
         "out_of_band": _mean(columns["outside"]),
         "kept": _mean(columns["kept"]),
-        "ess": ratio_sum**2 / (count * square_sum) if square_sum else math.nan,
+        "ess": float(log_ess.exp()) if known.numel() else math.nan,
         "entropy": _mean(columns["entropy"]),
         "sampler_head_mass": _mean(columns["sampler_head_mass"]),
         "trainer_head_mass": _mean(columns["trainer_head_mass"]),
@@ -143,8 +157,7 @@ def _tail_ratio(columns: dict[str, Tensor]) -> dict[str, float]:
         f"tail_ratio_{name}": float(rho[round(level * (rho.numel() - 1))]) if rho.numel() else math.nan
         for name, level in _QUANTILES
     }
-    sampler = float((1.0 - columns["sampler_head_mass"]).nansum())
-    trainer = float((1.0 - columns["trainer_head_mass"]).nansum())
+    sampler, trainer = (float(columns[name].nansum()) for name in ("sampler_tail", "trainer_tail"))
     out["tail_ratio_of_sums"] = sampler / trainer if trainer > 0 else math.nan
     return out
 

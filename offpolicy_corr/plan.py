@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,15 @@ from .reduction import check_reduction, token_scale
 from .regularizers import KL_ESTIMATORS
 from .result import PolicyLoss, as_diagnostics, check_finite
 from .terms import Settings, Terms
-from .validation import Check, as_mask, check_lengths, check_record, raise_first
+from .validation import (
+    LOGPROB_ABOVE_ZERO,
+    Check,
+    as_mask,
+    check_lengths,
+    check_record,
+    is_integer,
+    raise_first,
+)
 from .vocab_parallel import VocabShard
 
 
@@ -42,6 +51,15 @@ class LossOptions:
         if self.kl_estimator not in KL_ESTIMATORS:
             known = ", ".join(KL_ESTIMATORS)
             raise ValueError(f"kl_estimator must be one of {known}, got {self.kl_estimator!r}")
+        if not isinstance(self.correction, Correction | None):
+            raise TypeError(
+                f"correction must be a Correction, got {self.correction!r}: see Correction.from_name"
+            )
+        for name in ("entropy_coef", "kl_coef"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if self.kl_estimator != "k3" and not self.kl_coef:
+            raise ValueError("kl_estimator has no effect without kl_coef")
         if self.kl_coef and self.ref_logprobs is None:
             raise ValueError("kl_coef needs ref_logprobs, the reference policy's log-probs of the tokens")
         if self.ref_logprobs is not None and not self.kl_coef:
@@ -64,7 +82,7 @@ class Plan:
     def finish(self, loss: Tensor, results: Tensor) -> PolicyLoss:
         """Check the results, divide by the kept tokens where asked, name the diagnostics."""
         if self.validate:
-            check_finite(results, self.job.trained, self.sequence_ids)
+            check_finite(results, self.job.trained, self.job.terms.scale, self.sequence_ids)
         tokens = as_diagnostics(results, self.job.trained)
         if self.divide_by_kept:
             loss = loss / tokens.kept.sum().clamp(min=1)
@@ -85,11 +103,15 @@ def prepare(
         RecordError: a bad record, a record that lacks what the correction needs.
         ValueError: options that contradict each other or the record; advantages that are not finite.
     """
+    if options.validate and is_capturing(like):
+        raise RuntimeError(
+            "validation waits for the device, which a stream capture cannot: pass validate=False"
+        )
     settings = options.settings()
     chosen = backends.choose(options.backend, like, settings.correction.weight)
     check_reduction(options.reduction, options.denominator, options.sequence_ids)
-    _check_shapes(record, advantages, options, like.shape[0])
     check_lengths(record)
+    _check_shapes(record, advantages, options, like)
     trained = as_mask(options.loss_mask, record.tokens)
     _check_needs(record, settings.correction)
     if options.validate:
@@ -125,7 +147,20 @@ def prepare(
     )
 
 
-def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOptions, size: int) -> None:
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether the tensor's stream is being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOptions, like: Tensor) -> None:
+    size = like.shape[0]
+    if record.tokens.device != like.device:
+        raise RecordError(
+            "devices differ",
+            field="tokens",
+            value=record.tokens.device,
+            remedy=f"The trainer's side is on {like.device}: use record.to.",
+        )
     if len(record) != size:
         raise RecordError(
             "lengths disagree",
@@ -138,11 +173,18 @@ def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOption
         "sequence_ids": options.sequence_ids,
         "ref_logprobs": options.ref_logprobs,
     }
+    given["loss_mask"] = options.loss_mask
     for name, values in given.items():
-        if values is not None and values.shape != (size,):
+        if values is None:
+            continue
+        if not isinstance(values, Tensor):
+            raise TypeError(f"{name} must be a tensor [T], got {type(values).__name__}")
+        if values.shape != (size,):
             raise ValueError(f"{name} must be [T] = ({size},), got {tuple(values.shape)}")
-    if options.sequence_ids is not None and options.sequence_ids.dtype.is_floating_point:
-        raise ValueError(f"sequence_ids must be integers, got {options.sequence_ids.dtype}")
+        if values.device != record.tokens.device:
+            raise ValueError(f"{name} is on {values.device}, the record's tokens on {record.tokens.device}")
+    if options.sequence_ids is not None and not is_integer(options.sequence_ids):
+        raise ValueError(f"sequence_ids must be integers, int32 or int64, got {options.sequence_ids.dtype}")
     keep = options.sequence_keep
     if keep is not None:
         if options.sequence_ids is None:
@@ -186,8 +228,8 @@ def _check_values(
         remedy = "Record a head for it, mask it, or use center=False."
         checks.append(Check(counts == 0, "candidates.offsets", counts, problem, remedy))
     if options.ref_logprobs is not None:
-        bad = ~options.ref_logprobs.isfinite()
-        problem = "the reference's log-prob is not finite"
+        bad = ~(options.ref_logprobs.isfinite() & (options.ref_logprobs <= LOGPROB_ABOVE_ZERO))
+        problem = "the reference's log-prob is not finite, or above 0"
         remedy = "Mask the token, or use the reference's own support."
         checks.append(Check(bad, "ref_logprobs", options.ref_logprobs, problem, remedy))
     ids = options.sequence_ids

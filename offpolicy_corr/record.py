@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .candidates import CandidateSet
+from .segments import as_index
 from .validation import check_record
 
 
@@ -44,7 +45,7 @@ class SamplerRecord:
 
     def select(self, index: Tensor) -> SamplerRecord:
         """The tokens ``index`` (int64, or bool ``[T]``), in that order, with everything that belongs to them."""
-        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
+        index = as_index(index, len(self))
         return SamplerRecord(
             self.tokens[index],
             _index(self.logprobs, index),
@@ -82,7 +83,10 @@ class SamplerRecord:
         candidates = None
         if any(r.candidates is not None for r in records):
             candidates = CandidateSet.concat(
-                [r.candidates or CandidateSet.empty(len(r), r.tokens.device) for r in records]
+                [
+                    CandidateSet.empty(len(r), r.tokens.device) if r.candidates is None else r.candidates
+                    for r in records
+                ]
             )
         group, group_names = _concat_named(records, "group", "group_names", missing=None)
         version, version_names = _concat_named(records, "weight_version", "version_names", missing=-1)

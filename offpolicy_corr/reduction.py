@@ -33,6 +33,8 @@ def check_reduction(
         return
     if isinstance(denominator, str):
         raise ValueError(f"denominator must be None, 'kept' or a positive number, got {denominator!r}")
+    if isinstance(denominator, bool):
+        raise ValueError("denominator must be None, 'kept' or a positive number, got a bool")
     if isinstance(denominator, Tensor) and denominator.dim() != 0:
         raise ValueError(f"denominator must be 0-dimensional, got shape {tuple(denominator.shape)}")
     on_host = not isinstance(denominator, Tensor) or denominator.device.type == "cpu"

@@ -88,15 +88,18 @@ def as_diagnostics(results: Tensor, trained: Tensor | None) -> TokenDiagnostics:
     return TokenDiagnostics(kept=kept if trained is None else kept & trained, **named)
 
 
-def check_finite(results: Tensor, trained: Tensor | None, sequence_ids: Tensor | None) -> None:
+def check_finite(results: Tensor, trained: Tensor | None, scale: Tensor, sequence_ids: Tensor | None) -> None:
     """Refuse trained tokens whose loss is not a number, naming the first and the reason. One host sync.
+
+    On tokens of dropped sequences, whose ``scale`` is 0, only the logits must be usable.
 
     Raises:
         ValueError: a row with a NaN or +inf logit or no finite one; a non-zero weight or coefficient on a
             logit of −inf; a weight that overflows.
     """
-    loss, finite, logp, weight = (results[FIELDS.index(n)] for n in ("loss", "finite", "logprobs", "weight"))
-    bad = ~loss.isfinite() | (finite == 0)
+    named = dict(zip(FIELDS, results, strict=True))
+    loss, finite = named["loss"], named["finite"]
+    bad = (~loss.isfinite() & (scale != 0)) | (finite == 0)
     if trained is not None:
         bad = bad & trained
     if not bool(bad.any()):
@@ -108,13 +111,16 @@ def check_finite(results: Tensor, trained: Tensor | None, sequence_ids: Tensor |
     if not bool(finite[token]):
         reason = "its logits hold NaN or +inf, or none of them is finite"
         remedy = "Look at the trainer's forward pass, or take the token out of loss_mask"
-    elif not bool(weight[token].isfinite()):
-        reason = f"its importance weight is {float(weight[token])}"
+    elif not bool(named["weight"][token].isfinite()):
+        reason = f"its importance weight is {float(named['weight'][token])}"
         remedy = "Use a rule that bounds the ratio"
-    elif bool(logp[token].isinf()):
+    elif bool(named["logprobs"][token].isinf()):
         reason = "the sampled token's logit is −inf and its weight is not 0"
         remedy = "The trainer masks an id that the sampler drew: align their vocabularies"
-    else:
+    elif not bool(named["correction"][token].isfinite()):
         reason = "a candidate's logit is −inf and its coefficient is not 0"
         remedy = "The trainer masks an id that the sampler could draw: align their vocabularies"
+    else:
+        reason = "an advantage, an entropy or a KL term leaves the range of its dtype"
+        remedy = "Look at advantages, entropy and ref_logprobs of that token"
     raise ValueError(f"the loss of {place} is not finite: {reason}. {remedy}")

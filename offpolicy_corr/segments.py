@@ -35,6 +35,15 @@ def segment_logsumexp(values: Tensor, offsets: Tensor, rows: Tensor) -> tuple[Te
     return peak, segment_sum((values - peak[rows]).exp(), offsets).log()
 
 
+def as_index(index: Tensor, size: int) -> Tensor:
+    """Positions int64 from an integer index, or from a bool mask, which must have ``size`` elements."""
+    if index.dtype != torch.bool:
+        return index
+    if index.shape != (size,):
+        raise ValueError(f"a bool index must be [{size}], got {tuple(index.shape)}")
+    return index.nonzero().squeeze(1)
+
+
 def take_rows(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Choose rows ``index``: positions of their values (int64) and the new offsets (int64 [len(index) + 1])."""
     counts = offsets.diff()[index]

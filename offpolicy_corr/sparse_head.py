@@ -21,7 +21,9 @@ from .terms import Settings, Terms
 if TYPE_CHECKING:
     from .hidden import HeadGradients, LMHead
 
-_GATHERED = 2**22  # elements of the head's rows gathered at a time
+# elements of the head's rows gathered at a time
+_GATHERED = 2**22
+_GATHERED_ON_GPU = 2**27
 
 
 def visit_supports(
@@ -31,7 +33,8 @@ def visit_supports(
 
     ``trainer_head_mass`` is NaN: the rest of the vocabulary is never visited.
     """
-    budget = max(1, _GATHERED // head.weight.shape[1])
+    elements = _GATHERED if head.weight.device.type == "cpu" else _GATHERED_ON_GPU
+    budget = max(1, elements // head.weight.shape[1])
     parts = []
     for span, _, part in terms.chunks(len(terms), budget):
         parts.append(_visit(head, part, settings, rows[span], gradients))

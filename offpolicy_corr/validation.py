@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import RecordError
+from .missing import SENTINEL
 from .segments import row_index
 
 if TYPE_CHECKING:
@@ -36,57 +37,95 @@ class Check:
     rows: Tensor | None = None
 
 
-def as_mask(loss_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """A bool view of ``loss_mask``, bool or {0, 1} ``[T]``; None stays None (everything is trained)."""
+def as_mask(loss_mask: Tensor | None, tokens: Tensor, check: bool = False) -> Tensor | None:
+    """A bool view of ``loss_mask``, bool or {0, 1} ``[T]``; None stays None (everything is trained).
+
+    With ``check`` other values raise here, at the cost of a host sync; `check_record` does it otherwise.
+    """
     if loss_mask is None:
         return None
     if loss_mask.shape != tokens.shape:
         raise ValueError(f"loss_mask must be [T] = {tuple(tokens.shape)}, got {tuple(loss_mask.shape)}")
+    if loss_mask.device != tokens.device:
+        raise ValueError(f"loss_mask is on {loss_mask.device}, the tokens on {tokens.device}")
+    if check:
+        for one in _mask_checks(loss_mask):
+            if bool(one.bad.any()):
+                raise_first(one, None)
     return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
 
 
 def check_lengths(record: SamplerRecord) -> None:
-    """Everything that shapes, dtypes and Python numbers alone can tell; never waits for a device."""
-
-    def require(ok: bool, problem: str, field: str, value: Any, remedy: str) -> None:
-        if not ok:
-            raise RecordError(problem, field=field, value=value, remedy=remedy)
-
+    """Everything that types, shapes, dtypes and devices alone can tell; never waits for a device."""
     tokens = record.tokens
-    require(
+    _require(isinstance(tokens, Tensor), "tokens must be a tensor", "tokens", type(tokens), "Pass [T] ids.")
+    _require(
         tokens.dim() == 1, "tokens must be one packed row", "tokens", tuple(tokens.shape), "Flatten to [T]."
     )
-    is_float = tokens.dtype.is_floating_point or tokens.dtype == torch.bool
-    require(not is_float, "tokens must be integers", "tokens", tokens.dtype, "Pass the sampled ids.")
-    for name in ("logprobs", "temperature", "group", "weight_version"):
-        given = getattr(record, name)
-        if isinstance(given, Tensor):
-            same = given.shape == tokens.shape
-            want = f"Give one value for each of the {len(record)} tokens."
-            require(same, "lengths disagree", name, tuple(given.shape), want)
-            floating = given.dtype.is_floating_point
-            wants_float = name in ("logprobs", "temperature")
-            kind = "floating" if wants_float else "integer"
-            require(floating == wants_float, f"{name} must be {kind}", name, given.dtype, "Convert it.")
-        elif name == "temperature":
-            positive = 0.0 < given < float("inf")
-            require(
-                positive, "temperature must be positive and finite", name, given, "Greedy decoding has no q."
-            )
+    _require(
+        is_integer(tokens), "tokens must be int32 or int64", "tokens", tokens.dtype, "Pass the sampled ids."
+    )
+    _check_field(record, "logprobs", precise=True)
+    _check_field(record, "group", precise=False)
+    _check_field(record, "weight_version", precise=False)
+    if isinstance(record.temperature, Tensor):
+        _check_field(record, "temperature", precise=True)
+    else:
+        number = isinstance(record.temperature, (int, float)) and 0.0 < record.temperature < float("inf")
+        problem = "temperature must be positive and finite"
+        _require(number, problem, "temperature", record.temperature, "Greedy decoding has no q.")
+    if record.candidates is not None:
+        _check_candidate_lengths(record)
+
+
+def _require(ok: bool, problem: str, field: str, value: Any, remedy: str) -> None:
+    if not ok:
+        raise RecordError(problem, field=field, value=value, remedy=remedy)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """int32 or int64: what ids and indices may be."""
+    return tensor.dtype in (torch.int32, torch.int64)
+
+
+def _check_field(record: SamplerRecord, name: str, precise: bool) -> None:
+    """One value per token, None, on the tokens' device; floating fields in fp32 or fp64."""
+    given = getattr(record, name)
+    if given is None:
+        return
+    _require(
+        isinstance(given, Tensor), f"{name} must be a tensor", name, type(given), "Pass one value per token."
+    )
+    want = f"Give one value for each of the {len(record)} tokens."
+    _require(given.shape == record.tokens.shape, "lengths disagree", name, tuple(given.shape), want)
+    if precise:
+        right = given.dtype in (torch.float32, torch.float64)
+        remedy = "Half precision is too coarse for a ratio."
+        _require(right, f"{name} must be float32 or float64", name, given.dtype, remedy)
+    else:
+        _require(is_integer(given), f"{name} must be int32 or int64", name, given.dtype, "Convert it.")
+    same = given.device == record.tokens.device
+    _require(
+        same, "devices differ", name, given.device, f"tokens are on {record.tokens.device}: use record.to."
+    )
+
+
+def _check_candidate_lengths(record: SamplerRecord) -> None:
     candidates = record.candidates
-    if candidates is not None:
-        rows = (candidates.offsets.numel() - 1, candidates.complete.numel())
-        require(
-            rows == (len(record), len(record)),
-            "lengths disagree",
-            "candidates.offsets",
-            rows,
-            f"Candidates need T + 1 offsets and T flags for {len(record)} tokens.",
-        )
-        if candidates.logprobs is not None:
-            sizes = (candidates.ids.numel(), candidates.logprobs.numel())
-            want = "Give one log-prob for every candidate id."
-            require(sizes[0] == sizes[1], "lengths disagree", "candidates.logprobs", sizes, want)
+    assert candidates is not None
+    rows = (candidates.offsets.numel() - 1, candidates.complete.numel())
+    want = f"Candidates need T + 1 offsets and T flags for {len(record)} tokens."
+    _require(rows == (len(record), len(record)), "lengths disagree", "candidates.offsets", rows, want)
+    if candidates.logprobs is not None:
+        shapes = (tuple(candidates.ids.shape), tuple(candidates.logprobs.shape))
+        want = "Give one log-prob for every candidate id."
+        _require(shapes[0] == shapes[1], "lengths disagree", "candidates.logprobs", shapes, want)
+    for name in ("ids", "logprobs", "offsets", "complete"):
+        part = getattr(candidates, name)
+        if part is not None:
+            remedy = f"tokens are on {record.tokens.device}: use record.to."
+            same = part.device == record.tokens.device
+            _require(same, "devices differ", f"candidates.{name}", part.device, remedy)
 
 
 def check_record(
@@ -94,6 +133,8 @@ def check_record(
 ) -> None:
     """Run every check and raise `RecordError` for the first that fails."""
     check_lengths(record)
+    if sequence_ids is not None and sequence_ids.shape != record.tokens.shape:
+        raise ValueError(f"sequence_ids must be [T] = ({len(record)},), got {tuple(sequence_ids.shape)}")
     trained = as_mask(loss_mask, record.tokens)
     checks = _mask_checks(loss_mask) + _token_checks(record, vocab_size, trained)
     if record.candidates is not None:
@@ -110,7 +151,7 @@ def raise_first(check: Check, sequence_ids: Tensor | None, tokens: Tensor | None
     token = position if check.rows is None else int(check.rows[position])
     raise RecordError(
         check.problem,
-        sample=None if sequence_ids is None else int(sequence_ids[token]),
+        sample=None if sequence_ids is None or token >= len(sequence_ids) else int(sequence_ids[token]),
         token=token if tokens is None else int(tokens[token]),
         field=check.field,
         value=check.values[position].item(),
@@ -132,8 +173,16 @@ def _token_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor
     logprobs = record.logprobs
     if logprobs is not None:
         remedy = "A missing log-prob cannot be trained on: mask the token or record it."
-        missing = ~logprobs.isfinite()
-        checks.append(Check(missing, "logprobs", logprobs, "log-prob is not a finite number", remedy))
+        missing = ~(logprobs > SENTINEL)
+        checks.append(
+            Check(
+                missing,
+                "logprobs",
+                logprobs,
+                "log-prob is not a finite number, or stands for a missing one",
+                remedy,
+            )
+        )
         positive = logprobs > LOGPROB_ABOVE_ZERO
         remedy = "Logits, or probabilities, were recorded in place of log-probs."
         checks.append(Check(positive, "logprobs", logprobs, "log-prob is above 0", remedy))
@@ -182,7 +231,7 @@ def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Te
         Check(
             _row_has_duplicates(ids, offsets, rows),
             "candidates.ids",
-            record.tokens,
+            offsets.diff(),
             "a candidate id stands twice in this token's set",
             "Merge duplicates at ingestion: each would be counted.",
         ),
@@ -234,7 +283,11 @@ def _safe_offsets(offsets: Tensor, nnz: int) -> tuple[Tensor, list[Check]]:
     safe = offsets.clamp(0, nnz).cummax(0).values
     safe[0], safe[-1] = 0, nnz
     remedy = "Offsets start at 0, never fall, and end at the number of ids."
-    return safe, [Check(offsets != safe, "candidates.offsets", offsets, "offsets are not CSR", remedy)]
+    # T + 1 offsets: what is wrong with the last one is said of the last token
+    tokens = torch.arange(offsets.numel(), device=offsets.device).clamp(max=max(offsets.numel() - 2, 0))
+    return safe, [
+        Check(offsets != safe, "candidates.offsets", offsets, "offsets are not CSR", remedy, tokens)
+    ]
 
 
 def _row_any(flags: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -115,6 +115,24 @@ def test_trim_is_minimal_and_chosen_by_q_alone(seed: int, mass: float, max_k: in
     assert (trimmed.certificate(rule) >= candidates.certificate(rule) - 1e-12).all()
 
 
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 800.0])
+def test_what_is_no_probability_stays_in_its_row(garbage: float) -> None:
+    ids, logprobs = torch.arange(6).view(3, 2), torch.full((3, 2), 0.5).log()
+    logprobs[0, 0] = garbage
+    trimmed = oc.CandidateSet.from_topk(ids, logprobs).trim(mass=0.9)
+    assert trimmed.select(torch.tensor([1, 2])).ids.tolist() == [2, 3, 4, 5]
+
+
+def test_offsets_that_are_not_csr_are_refused_rather_than_followed() -> None:
+    ids, logprobs, complete = torch.tensor([1, 2]), torch.tensor([-1.0, -1.0]), torch.tensor([True])
+    for offsets in ([0, 10**9], [1, 2], [0, 1]):
+        for method in ("mass", "trim"):
+            with pytest.raises(ValueError, match="never fall and end at"):
+                getattr(oc.CandidateSet(ids, logprobs, torch.tensor(offsets), complete), method)()
+    with pytest.raises(ValueError, match="same shape"):
+        oc.CandidateSet(ids, logprobs[:1], torch.tensor([0, 2]), complete).mass()
+
+
 def test_certificate_by_hand() -> None:
     q = torch.tensor([[0.5, 0.3], [0.6, 0.4]]).double()
     candidates = oc.CandidateSet(

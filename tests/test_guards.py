@@ -67,6 +67,11 @@ def test_staleness() -> None:
             int(IDS[token]),
             "weight_version",
         )
+    tools = oc.SamplerRecord(
+        torch.zeros(6, dtype=torch.int64), weight_version=torch.tensor([5, 3, -1, 7, 7, 6])
+    )
+    mask = torch.tensor([1, 1, 0, 1, 1, 1])
+    assert guards.staleness(tools, IDS, 7, 3, loss_mask=mask).tolist() == [False, True, True, True, True]
     with pytest.raises(oc.RecordError, match="needs weight versions"):
         guards.staleness(oc.SamplerRecord(torch.zeros(6, dtype=torch.int64)), IDS, 7, 3)
     with pytest.raises(ValueError, match="max_lag"):
@@ -97,6 +102,8 @@ def test_bad_arguments() -> None:
     for low, high in ((2.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="bounds must satisfy"):
             guards.geometric_mean(torch.zeros(6), IDS, None, low, high)
+    with pytest.raises(ValueError, match="bool, 0 or 1"):
+        guards.geometric_mean(torch.zeros(6), IDS, torch.full((6,), 0.5), 0.5, 2.0)
     with pytest.raises(ValueError, match="lengths disagree"):
         guards.product(torch.zeros(5), IDS, None, 0.5, 2.0)
     with pytest.raises(ValueError, match="negative sequence id"):

@@ -193,21 +193,27 @@ def test_columns_of_padding_are_never_read_and_receive_nothing(entrance: str) ->
     torch.testing.assert_close(again.loss, out.loss)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "row stride", "expanded last row"])
+@pytest.mark.parametrize("layout", ["transposed", "row stride", "column stride"])
 def test_strided_logits_give_the_same_gradient(layout: str) -> None:
     problem = Problem(seed=2)
-    if layout == "transposed":
-        strided = problem.logits.t().contiguous().t()
-    else:
-        strided = torch.cat([problem.logits, problem.logits], 1)[:, :11]
-    assert not strided.is_contiguous()
-    expected = gradient_through("logits", problem.logits, problem.record(), problem.advantages)
+    _, expected = gradient_through("logits", problem.logits, problem.record(), problem.advantages)
+    wide = torch.cat([problem.logits, torch.full((6, 3), torch.nan, dtype=torch.float64)], 1)
+    view = {
+        "transposed": lambda x: x.t(),
+        "row stride": lambda x: x[:, :11],
+        "column stride": lambda x: x[:, ::2],
+    }
+    source = {
+        "transposed": problem.logits.t().contiguous(),
+        "row stride": wide,
+        "column stride": problem.logits.repeat_interleave(2, 1),
+    }[layout]
     for inplace in (False, True):
-        leaf = strided.clone(memory_format=torch.preserve_format).requires_grad_()
-        inner = leaf.as_strided(leaf.shape, leaf.stride()) * 1.0
-        out = oc.policy_loss(inner, problem.record(), problem.advantages, inplace=inplace)
-        out.loss.backward()
-        torch.testing.assert_close(leaf.grad, expected[1])
+        leaf = source.clone().requires_grad_()
+        strided = view[layout](leaf * 1.0)
+        assert not strided.is_contiguous()
+        oc.policy_loss(strided, problem.record(), problem.advantages, inplace=inplace).loss.backward()
+        torch.testing.assert_close(view[layout](leaf.grad), expected)
 
 
 @pytest.mark.parametrize("kind", ["head", "support"])

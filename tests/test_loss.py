@@ -84,9 +84,13 @@ def test_a_dropped_sequence_is_silent_and_stays_in_the_denominator(entrance: str
     assert (out.tokens.weight[dropped] != 0).any()  # its diagnostics are still reported
 
 
-def test_a_dropped_sequence_may_overflow() -> None:
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_dropped_sequence_may_overflow(validate: bool) -> None:
     record = oc.SamplerRecord(torch.tensor([0, 0]), torch.tensor([-200.0, -0.7]))
-    options = {"correction": oc.Correction.from_name("is"), "sequence_ids": torch.tensor([0, 1])}
+    options: dict[str, Any] = {
+        "correction": oc.Correction.from_name("is"),
+        "sequence_ids": torch.tensor([0, 1]),
+    }
     out, gradient = gradient_through(
         "logits", torch.zeros(2, 2), record, torch.ones(2), sequence_keep=torch.tensor([False, True]),
         validate=False, **options,
@@ -182,15 +186,36 @@ def test_backward_twice() -> None:
         first.sum().backward()
 
 
-def test_nothing_is_computed_for_a_loss_that_needs_no_gradient() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode_nothing_is_written(mode) -> None:  # type: ignore[no-untyped-def]
     problem = Problem(seed=2)
-    with torch.no_grad():
-        out = oc.policy_loss(problem.logits.requires_grad_(), problem.record(), problem.advantages)
-    assert not out.loss.requires_grad
-    problem.logits.requires_grad_(False)
+    leaf = problem.logits.clone().requires_grad_()
+    head = torch.eye(11, dtype=torch.float64, requires_grad=True)
+    expected = oc.policy_loss(leaf, problem.record(), problem.advantages).loss.item()
+    with mode():
+        for reduction in ("token-mean", "none"):
+            out = oc.policy_loss(
+                leaf, problem.record(), problem.advantages, inplace=True, reduction=reduction
+            )
+            hidden = oc.policy_loss_from_hidden(
+                leaf, head, problem.record(), problem.advantages, reduction=reduction
+            )
+            assert not out.loss.requires_grad and not hidden.loss.requires_grad
+            assert out.loss.mean().item() == pytest.approx(expected)
+    assert torch.equal(leaf.detach(), problem.logits)
     before = problem.logits.clone()
     oc.policy_loss(problem.logits, problem.record(), problem.advantages, inplace=True)
     assert torch.equal(problem.logits, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_place_survives_checkpointing(reentrant: bool) -> None:
+    problem = Problem(seed=2)
+    leaf = problem.logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(oc.policy_loss(leaf, problem.record(), problem.advantages).loss, leaf)
+    run = lambda z: oc.policy_loss(z * 1.0, problem.record(), problem.advantages, inplace=True).loss
+    torch.utils.checkpoint.checkpoint(run, leaf * 1.0, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("entrance", ["logits", "hidden"])
@@ -228,6 +253,51 @@ def test_fp16_gradients_do_not_underflow_before_the_loss_scale_reaches_them() ->
     assert (error <= 2**-10 * results[torch.float64].abs() + 2**-24).all(), error.max()
 
 
+def test_a_dropped_sequence_receives_nothing_even_from_logits_that_are_no_numbers() -> None:
+    problem = Problem(seed=2)
+    logits = problem.logits.clone()
+    logits[0, 3] = torch.nan
+    keep = torch.tensor([False, True])
+    _, gradient = gradient_through(
+        "logits", logits, problem.record(), problem.advantages, entropy_coef=0.1, validate=False,
+        sequence_ids=(torch.arange(6) > 0).long(), sequence_keep=keep,
+    )  # fmt: skip
+    assert (gradient[0] == 0).all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("kind", ["head", "support"])
+def test_half_precision_through_the_head(dtype: torch.dtype, tolerance: float, kind: str) -> None:
+    """The weight's gradient is summed in fp32 over many chunks and rounds once, loss scale and all."""
+    size, advantages = 256, torch.full((256,), 1.0)
+    problem = Problem(size=size, vocab=40, k=8, kind=kind, seed=3, temperature=1.0, noise=0.1)
+    make = torch.Generator().manual_seed(0)
+    states = torch.randn(size, 8, generator=make).mul(4).to(dtype)
+    weight = torch.randn(40, 8, generator=make).mul(0.3).to(dtype)
+    record, results = problem.record(), []
+    for wide in (torch.float64, dtype):
+        leaves = [t.detach().to(wide, copy=True).requires_grad_() for t in (states, weight)]
+        out = oc.policy_loss_from_hidden(
+            *leaves, record, advantages, correction=oc.Correction.from_name("sc")
+        )
+        (out.loss * 2.0**10).backward()
+        assert all(leaf.grad.dtype == wide for leaf in leaves)
+        results.append([leaf.grad.double() for leaf in leaves])
+    for exact, ours in zip(*results, strict=True):
+        assert ((ours - exact).abs() <= tolerance * exact.abs().max()).all()
+
+
+def test_fp16_weight_gradients_are_scaled_before_they_are_rounded() -> None:
+    tokens = torch.zeros(20_000, dtype=torch.int64)
+    states = torch.full((20_000, 1), 8.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(8, 1, dtype=torch.float16, requires_grad=True)
+    options = {"correction": oc.Correction.from_name("none")}
+    oc.policy_loss_from_hidden(
+        states, weight, oc.SamplerRecord(tokens), torch.ones(20_000), **options
+    ).loss.backward()
+    torch.testing.assert_close(weight.grad[0].item(), -7.0)
+
+
 REFUSED = [
     ({"reduction": "mean"}, "reduction must be one of"),
     ({"reduction": "sequence-mean"}, "needs sequence_ids"),
@@ -240,6 +310,13 @@ REFUSED = [
     ({"denominator": "all"}, "'kept' or a positive number"),
     ({"denominator": "kept", "reduction": "sequence-mean", "sequence_ids": IDS}, "counts tokens"),
     ({"kl_coef": 0.1}, "kl_coef needs ref_logprobs"),
+    ({"kl_estimator": "k2"}, "no effect without kl_coef"),
+    ({"kl_coef": float("nan"), "ref_logprobs": torch.zeros(6)}, "kl_coef must be finite"),
+    ({"entropy_coef": float("inf")}, "entropy_coef must be finite"),
+    ({"denominator": True}, "got a bool"),
+    ({"ref_logprobs": torch.ones(6), "kl_coef": 0.1}, "not finite, or above 0"),
+    ({"loss_mask": torch.ones(6, device="meta")}, "loss_mask is on meta"),
+    ({"sequence_ids": torch.ones(6).bool()}, "must be integers"),
     ({"ref_logprobs": torch.zeros(6)}, "no effect without kl_coef"),
     ({"kl_estimator": "k4"}, "kl_estimator must be one of"),
     ({"ref_logprobs": torch.zeros(5), "kl_coef": 0.1}, r"ref_logprobs must be \[T\]"),
@@ -300,8 +377,10 @@ def test_refusals_of_single_entrances() -> None:
             oc.policy_loss_from_logprobs(logp, candidate_logp, record, advantages, **bad)
     with pytest.raises(ValueError, match="a centred loss needs candidate_logprobs"):
         oc.policy_loss_from_logprobs(logp, None, record, advantages)
-    with pytest.raises(ValueError, match=r"must be \[nnz\]"):
+    with pytest.raises(ValueError, match=r"must be floating \[nnz\]"):
         oc.policy_loss_from_logprobs(logp, candidate_logp[:3], record, advantages)
+    with pytest.raises(ValueError, match=r"floating \[nnz\]"):
+        oc.policy_loss_from_logprobs(logp, candidate_logp.long(), record, advantages)
     with pytest.raises(oc.RecordError, match="do not sum to 1") as caught:
         mask = torch.tensor([False, False, True, True, True, True])
         oc.policy_loss_from_logprobs(
@@ -310,6 +389,35 @@ def test_refusals_of_single_entrances() -> None:
     assert (caught.value.token, caught.value.sample) == (2, 3)
     with pytest.raises(TypeError):
         oc.policy_loss(logits, record, advantages, temperature=1.0)
+
+
+def test_what_cannot_be_the_trainers_log_probs_is_refused() -> None:
+    problem = Problem(seed=1)
+    record = problem.record()
+    logp, candidate_logp, _ = oc.selected_logprobs(
+        problem.logits, problem.tokens, problem.candidates, problem.temperature
+    )
+    over_v, _, _ = oc.selected_logprobs(problem.logits, problem.tokens, None, problem.temperature)
+    heads = ~problem.complete[problem.candidates.rows]
+    for token, candidates, words in [
+        (logp + 5, candidate_logp, "above 0"),
+        (logp, torch.where(heads, candidate_logp + 1.0, candidate_logp), "of a head sum to more than 1"),
+        (torch.where(problem.complete, over_v, logp), candidate_logp, "differs from its entry"),
+        (logp, candidate_logp * torch.nan, "not finite"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            oc.policy_loss_from_logprobs(token, candidates, record, problem.advantages)
+
+
+def test_a_correction_is_not_a_name_or_a_class() -> None:
+    problem = Problem(seed=1)
+    for wrong in ("sc+mis", oc.MaskedIS()):
+        with pytest.raises(TypeError, match="from_name"):
+            oc.policy_loss(problem.logits, problem.record(), problem.advantages, correction=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weight must be a rule"):
+        oc.Correction(oc.MaskedIS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"advantages must be a tensor"):
+        oc.policy_loss(problem.logits, problem.record(), [1.0] * 6)  # type: ignore[arg-type]
 
 
 def test_records_and_logits_are_left_as_they_were() -> None:

@@ -84,6 +84,25 @@ def test_a_mean_of_tail_ratios_is_not_reported_but_quantiles_and_a_ratio_of_sums
     assert "tail_ratio" not in values and "tail_ratio_mean" not in values
 
 
+def test_a_ratio_that_overflows_leaves_the_effective_sample_size_of_one_token() -> None:
+    record = oc.SamplerRecord(torch.zeros(4, dtype=torch.int64), torch.tensor([-400.0, -0.7, -0.7, -0.7]))
+    out = oc.policy_loss(torch.zeros(4, 2), record, torch.ones(4), correction=oc.Correction.from_name("mis"))
+    values = oc.metrics.summarize(out.tokens, record)
+    assert values["ess"] == pytest.approx(0.25) and values["out_of_band"] == 0.25
+    with pytest.raises(ValueError, match=r"advantages must be \[T\]"):
+        oc.metrics.summarize(out.tokens, record, advantages=torch.ones(3))
+
+
+def test_a_small_trainer_tail_keeps_its_digits_in_the_ratio_of_sums() -> None:
+    q, p_tail = torch.tensor([0.9999]), 1e-7
+    candidates = oc.CandidateSet.from_topk(torch.zeros(1, 1, dtype=torch.int64), q.log()[None])
+    record = oc.SamplerRecord(torch.zeros(1, dtype=torch.int64), q.log(), candidates)
+    logits = torch.tensor([[0.0, math.log(p_tail)]])
+    correction = oc.Correction(oc.Unweighted(), tail_floor=1e-9)
+    out = oc.policy_loss(logits, record, torch.ones(1), correction=correction)
+    assert oc.metrics.summarize(out.tokens, record)["tail_ratio_of_sums"] == pytest.approx(1000, rel=1e-3)
+
+
 def test_masked_tokens_change_nothing() -> None:
     problem = Problem(seed=2)
     mask = torch.tensor([True, False, True, True, False, True])

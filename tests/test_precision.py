@@ -94,7 +94,7 @@ def test_a_reference_example_with_a_padded_column_at_minus_infinity() -> None:
     torch.testing.assert_close(gradient[0], torch.tensor([-0.5, 0.5, 0.0]))
 
 
-@pytest.mark.parametrize("entrance", ["logits", "inplace", "hidden"])
+@pytest.mark.parametrize("entrance", ["logits", "inplace"])
 @pytest.mark.parametrize(
     "row,words",
     [
@@ -107,8 +107,6 @@ def test_a_reference_example_with_a_padded_column_at_minus_infinity() -> None:
 )
 def test_unusable_logits_are_named(entrance: str, row: list[float], words: str) -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3], row])
-    if entrance == "hidden" and not torch.tensor(row).isfinite().all():
-        pytest.skip("an identity head would spread a non-finite hidden state over every logit")
     q = torch.tensor([0.5, 0.3, 0.2]).log()
     record = oc.SamplerRecord(
         torch.tensor([0, 0]),
@@ -131,6 +129,30 @@ def test_unusable_logits_are_named(entrance: str, row: list[float], words: str) 
     )
     assert not out.loss[1].isfinite()
     assert torch.equal(out.loss[:1], clean.loss) and torch.equal(gradient[:1], expected)
+
+
+def test_an_unusable_hidden_state_is_named() -> None:
+    q = torch.tensor([0.5, 0.3, 0.2]).log()
+    for complete in (False, True):
+        candidates = oc.CandidateSet(
+            torch.arange(3).repeat(2), q.repeat(2), torch.tensor([0, 3, 6]), torch.full((2,), complete)
+        )
+        record = oc.SamplerRecord(torch.tensor([0, 0]), q[:1].repeat(2), candidates)
+        hidden = torch.tensor([[0.1, 0.2, 0.3], [0.1, torch.nan, 0.3]])
+        with pytest.raises(ValueError, match=r"token 1 is not finite: its logits hold NaN"):
+            oc.policy_loss_from_hidden(hidden, torch.eye(3), record, torch.ones(2))
+
+
+def test_validation_off_gives_no_finite_loss_to_a_centred_token_without_a_head() -> None:
+    candidates = oc.CandidateSet.from_topk(torch.tensor([[0], [-1]]), torch.tensor([[-0.7], [0.0]]))
+    record = oc.SamplerRecord(torch.tensor([0, 1]), torch.tensor([-0.7, -1.0]), candidates)
+    for name in ("sc", "sc+mis", "sc+tis", "sc+clamp"):
+        for entrance in ENTRANCES:
+            out, _ = gradient_through(
+                entrance, torch.zeros(2, 3), record, torch.ones(2),
+                correction=oc.Correction.from_name(name), reduction="none", validate=False,
+            )  # fmt: skip
+            assert out.loss.isnan().tolist() == [False, True], (name, entrance)
 
 
 @pytest.mark.parametrize("weight", ["mis", "sc+mis"])
@@ -176,6 +198,23 @@ def test_a_head_that_covers_the_vocabulary_and_sums_above_one_by_rounding(rule: 
         "logits", problem.logits, record, problem.advantages, correction=oc.Correction(rule)
     )
     assert gradient.isfinite().all() and (out.tokens.tail_ratio > 0).all()
+
+
+def test_other_overflows_are_not_blamed_on_the_vocabulary() -> None:
+    record = oc.SamplerRecord(torch.tensor([0]), torch.tensor([-0.7]))
+    with pytest.raises(ValueError, match="leaves the range of its dtype"):
+        oc.policy_loss(
+            torch.zeros(1, 2), record, torch.ones(1) * 3e38, correction=oc.Correction(oc.FullIS(), center=False),
+            kl_coef=3e38, ref_logprobs=torch.tensor([-90.0]),
+        )  # fmt: skip
+
+
+def test_no_advantage_no_overflow() -> None:
+    record = oc.SamplerRecord(torch.tensor([0]), torch.tensor([-200.0]))
+    with pytest.raises(ValueError, match="importance weight is inf"):
+        oc.policy_loss(torch.zeros(1, 2), record, torch.ones(1), correction=oc.Correction.from_name("is"))
+    out = oc.policy_loss(torch.zeros(1, 2), record, torch.zeros(1), correction=oc.Correction.from_name("is"))
+    assert out.loss == 0
 
 
 def test_a_ratio_beyond_the_range_of_exp_is_masked_without_overflow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
@@ -102,7 +103,10 @@ FAULTS = {
         2, "candidates.offsets", "not CSR", "never fall"),
     "offsets that end early": (
         with_candidates(offsets=torch.tensor([0, 2, 2, 4])),
-        3, "candidates.offsets", "not CSR", "end at"),
+        2, "candidates.offsets", "not CSR", "end at"),
+    "log-prob that stands for a missing one": (
+        good(logprobs=torch.tensor([-1.2039728, -9999.0, -0.6931472])),
+        1, "logprobs", "stands for a missing one", "mask"),
 }  # fmt: skip
 
 
@@ -110,9 +114,9 @@ FAULTS = {
 def test_faults_are_named_with_place_and_remedy(name: str) -> None:
     record, token, field, problem, remedy = FAULTS[name]
     with pytest.raises(oc.RecordError, match=problem) as caught:
-        record.validate(vocab_size=9, sequence_ids=torch.tensor([5, 5, 8, 0]))
+        record.validate(vocab_size=9, sequence_ids=torch.tensor([5, 5, 8]))
     error = caught.value
-    assert (error.token, error.field, error.sample) == (token, field, [5, 5, 8, 0][token])
+    assert (error.token, error.field, error.sample) == (token, field, [5, 5, 8][token])
     assert error.value is not None and error.remedy is not None and remedy in error.remedy
     assert re.search(rf"sample {error.sample}, token {token}, field {field}, value ", str(error))
 
@@ -128,21 +132,23 @@ def test_the_same_faults_are_ignored_under_the_mask(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_every_entrance_refuses_before_any_gradient(name: str, entrance: str) -> None:
-    record = FAULTS[name][0]
+    record, _, _, problem, _ = FAULTS[name]
     logits = torch.zeros(3, 9, requires_grad=True)
     options = {"correction": oc.Correction(center=False), "vocab_size": 9}
     if entrance == "logprobs":
-        call = lambda: oc.policy_loss_from_logprobs(
-            torch.full((3,), -1.0), torch.full((5,), -1.0), record, torch.ones(3), **options
-        )
+        # uniform logits: the trainer's own numbers are right, so the record alone can be at fault
+        logp, candidate_logp, _ = oc.selected_logprobs(logits, good().tokens, good().candidates)
+        oc.policy_loss_from_logprobs(logp, candidate_logp, good(), torch.ones(3), **options)
+        call = lambda: oc.policy_loss_from_logprobs(logp, candidate_logp, record, torch.ones(3), **options)
     elif entrance == "hidden":
         call = lambda: oc.policy_loss_from_hidden(logits, torch.eye(9), record, torch.ones(3), **options)
     else:
         call = lambda: oc.policy_loss(
             logits * 1, record, torch.ones(3), inplace=entrance == "inplace", **options
         )
-    with pytest.raises(oc.RecordError):
+    with pytest.raises(oc.RecordError, match=problem):
         call()
+    assert logits.grad is None
 
 
 LENGTHS = {
@@ -154,6 +160,29 @@ LENGTHS = {
     "candidates.logprobs": with_candidates(logprobs=torch.full((4,), -1.0)),
     "tokens": good(tokens=torch.tensor([[1, 6, 7]])),
 }
+TYPES = {
+    "tokens": [
+        good(tokens=[1, 6, 7]),
+        good(tokens=torch.tensor([1.0, 6.0, 7.0])),
+        good(tokens=torch.ones(3).bool()),
+    ],
+    "logprobs": [good(logprobs=[-1.0] * 3), good(logprobs=torch.full((3,), -1.0).bfloat16())],
+    "temperature": [
+        good(temperature=None),
+        good(temperature=[1.0] * 3),
+        good(temperature=torch.ones(3).long()),
+    ],
+    "group": [good(group=torch.zeros(3).bool()), good(group=torch.zeros(3, device="meta").long())],
+    "candidates.ids": [with_candidates(ids=torch.zeros(5, device="meta").long())],
+}
+
+
+@pytest.mark.parametrize("field", TYPES)
+def test_types_and_devices_are_checked_before_values(field: str) -> None:
+    for record in TYPES[field]:
+        with pytest.raises(oc.RecordError) as caught:
+            oc.policy_loss(torch.zeros(3, 9), record, torch.ones(3), validate=False)
+        assert caught.value.field == field and caught.value.remedy
 
 
 @pytest.mark.parametrize("field", LENGTHS)
@@ -161,8 +190,9 @@ def test_lengths_that_disagree_raise_even_without_validation(field: str) -> None
     with pytest.raises(oc.RecordError) as caught:
         LENGTHS[field].validate()
     assert caught.value.field == field and caught.value.remedy
-    with pytest.raises(ValueError):
+    with pytest.raises(oc.RecordError) as caught:
         oc.policy_loss(torch.zeros(3, 9), LENGTHS[field], torch.ones(3), validate=False)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -246,6 +276,22 @@ def test_ragged_rows_of_every_width_are_searched_for_duplicates() -> None:
             with pytest.raises(oc.RecordError, match="stands twice") as caught:
                 record(set_at(ids, last, int(ids[first]))).validate()
             assert caught.value.token == row
+
+
+def test_an_error_reads_the_same_after_a_worker_sent_it() -> None:
+    with pytest.raises(oc.RecordError) as caught:
+        FAULTS["duplicate id"][0].validate(sequence_ids=torch.tensor([5, 5, 8]))
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert str(sent) == str(caught.value) and vars(sent) == vars(caught.value)
+    assert str(oc.RecordError("plain")) == "plain"
+
+
+def test_a_mask_of_another_length_selects_nothing() -> None:
+    for part in (good(), good().candidates):
+        with pytest.raises(ValueError, match=r"a bool index must be \[3\]"):
+            part.select(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match=r"sequence_ids must be \[T\]"):
+        good().validate(sequence_ids=torch.tensor([0]))
 
 
 def test_select_and_concat_keep_everything_together() -> None:
