@@ -131,7 +131,7 @@ def _read(
     full_mask = torch.cat([torch.zeros(0, dtype=torch.bool), *(_cpu(mask) != 0 for mask in masks)])
     flat = held.flat(layout)
     trained = full_mask[flat].to(device)
-    weights = torch.where(trained, columns[0], 0.0)
+    weights = columns[0]
     sampled = [
         tokens_i[-length:] if length else tokens_i[:0]
         for tokens_i, length in zip(tokens, layout.responses, strict=True)
