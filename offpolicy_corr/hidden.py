@@ -198,7 +198,7 @@ def _accumulate(gradients: HeadGradients, head: LMHead, hidden: Tensor, slope: T
 
 
 def _finished(gradients: HeadGradients, head: LMHead, job: Job, wide: bool) -> list[Tensor | None]:
-    """Sum hidden's gradient over the vocabulary's shards; give gradients their parameters' dtype, or leave them wide."""
+    """Sum hidden's gradient over the vocabulary's shards; unless ``wide``, give all their parameters' dtype."""
     if gradients.hidden is not None and job.shard.group is not None:
         dist.all_reduce(gradients.hidden, group=job.shard.group)
     if wide:
