@@ -267,6 +267,24 @@ def test_activation_recomputation_changes_nothing(reentrant: bool) -> None:
     assert not any(value.requires_grad for value in metrics.values())
 
 
+def test_the_probe_of_the_reducer_does_not_recompute_the_loss() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    problem = double.make_problem()
+    args, state = double.make_args(recompute_loss_function=True), double.single()
+    double.install(state)
+    batch = double.make_batch(problem, args, state)
+    logits = double.local_logits(problem, double.make_leaves(problem), args, state)
+    reducer, calls = double.make_reducer(batch, args, state, problem), []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return reducer(x)
+
+    checkpoint(policy_loss, args, batch, logits, counted, use_reentrant=False)
+    assert len(calls) == 1
+
+
 def test_inputs_are_bit_identical_after_the_call() -> None:
     problem = double.make_problem(seed=1)
     args, state = double.make_args(), double.single()

@@ -75,9 +75,9 @@ def share_of_kept(layout: Layout, inputs: Inputs, kept: Tensor, group: Any) -> T
 
 def whole_responses(columns: list[Tensor], layout: Layout, inputs: Inputs, group: Any) -> list[Tensor]:
     """Held tokens' numbers laid out over full responses end to end, joined over context-parallel ranks."""
-    clean = torch.stack([torch.where(inputs.trained, column, 0.0) for column in columns])
-    full = clean.new_zeros(len(columns), sum(layout.responses))
-    full[:, inputs.held.flat(layout).to(full.device)] = clean
+    stacked = torch.stack(columns)
+    full = stacked.new_zeros(len(columns), sum(layout.responses))
+    full[:, inputs.held.flat(layout).to(full.device)] = stacked
     return list(all_reduce(full, group).unbind(0))
 
 
