@@ -94,3 +94,19 @@ def test_broken_logits_are_named_by_their_response_token() -> None:
     logits[0, problem.totals[0] + problem.prompts[1] - 1 + position] = math.nan
     with pytest.raises(ValueError, match=f"sample 1, response token {position} is not finite"):
         policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+
+
+def test_candidates_of_masked_tokens_stay_behind() -> None:
+    from offpolicy_corr.integrations.miles.candidates import read_candidates
+    from offpolicy_corr.integrations.miles.layout import Layout
+
+    problem = double.make_problem(seed=2)
+    args, state = double.plain("sc+mis", **MASKED_SUPPORT), double.single()
+    batch = double.make_batch(problem, args, state, "supports")
+    layout = Layout.of(args, batch, double.local_logits(problem, problem.logits, args, state), 0, 1)
+    mask = torch.cat(problem.masks).bool()
+    found = read_candidates(batch, layout, layout.held(), mask, "supports", True)
+    assert found is not None
+    counts = torch.cat([torch.from_numpy(offsets).diff() for offsets in problem.support_offsets])
+    assert torch.equal(found.offsets.diff(), torch.where(mask, counts, 0))
+    assert int(counts[~mask].sum()) > 0
