@@ -118,6 +118,27 @@ def test_our_uncentred_gradient_is_that_of_miles_policy_loss(
     assert float(reference.abs().max()) > 1e-3
 
 
+def test_the_hook_runs_inside_miles_policy_loss(one_process: None) -> None:
+    """Through ``custom_tis_function_path``: TIS as Miles' own, MIS as the core's, on Miles' own reduction."""
+    pytest.importorskip("megatron.core")
+    problem = double.make_problem(seed=4, dtype=torch.float32, noise=0.9)
+    for mask, values in zip(problem.masks, problem.rollout, strict=True):
+        values[~mask.bool()] = -1.0
+    state = replace(double.single(), tp=double.Dimension(0, 1, dist.group.WORLD))
+    double.install(state)
+    logits = double.local_logits(problem, problem.logits, double.make_args(), state)
+    hook = {"use_tis": True, "custom_tis_function_path": "offpolicy_corr.integrations.miles.tis_function"}
+    _, own = built_in(problem, logits, state, use_tis=True)
+    _, tis = built_in(problem, logits, state, offpolicy_corr={"correction": "tis"}, **hook)
+    torch.testing.assert_close(tis, own, rtol=2**-8, atol=1e-7)
+    _, mis = built_in(problem, logits, state, offpolicy_corr={"correction": "mis"}, **hook)
+    args = double.make_args()
+    exact = double.expected(problem, args, "none", correction=oc.Correction.from_name("mis"))[1]
+    wanted = (torch.cat(exact) / args.global_batch_size).float()
+    torch.testing.assert_close(mis[0, : len(wanted)], wanted, rtol=2**-8, atol=1e-6)
+    assert float((mis - tis).abs().max()) > 1e-3
+
+
 def native() -> Any:
     for home in ("loss.hub.score_centering", "loss_hub.score_centering"):
         try:
