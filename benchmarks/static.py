@@ -20,7 +20,6 @@ from typing import Any
 
 TARGETS = (80, 90, 100)
 SLOT_BUDGET = {80: 18.0, 90: 18.0, 100: 16.5}  # issue slots per bf16 logit, both sweeps, entropy included
-REGISTER_BUDGET = 128  # at 8 warps: two programs on a multiprocessor
 WIDTHS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
 _AXES: dict[str, tuple[Any, ...]] = {
@@ -221,6 +220,7 @@ def _pair(a: str, x: Any, b: str, y: Any, names: list[str]) -> tuple[str, Any, s
 def compile_for(configuration: Configuration, target: int) -> Any:
     """The compiled kernel, as a launch on that architecture would compile it."""
     import triton
+    from offpolicy_corr.kernels.launch import Tiles
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -231,8 +231,12 @@ def compile_for(configuration: Configuration, target: int) -> Any:
     if configuration.aligned:
         divisible += [n for n in ("row_stride", "out_row_stride") if n in configuration.signature]
     hints = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible}
-    source = ASTSource(kernel, types, configuration.constants, hints)
-    options = {"num_warps": configuration.warps, "num_stages": 1}
+    constants = configuration.constants
+    source = ASTSource(kernel, types, constants, hints)
+    tiles = Tiles(configuration.columns, 0, configuration.warps)
+    options = {
+        k: v for k, v in tiles.options(constants["CONTIGUOUS"]).items() if k not in ("CONTIGUOUS", "BLOCK")
+    }
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 

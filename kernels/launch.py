@@ -27,11 +27,16 @@ class Tiles(NamedTuple):
     candidates: int
     warps: int
 
-    @property
-    def options(self) -> dict[str, int]:
-        return {"BLOCK": self.columns, "K_BLOCK": self.candidates, "num_warps": self.warps, "num_stages": 1}
+    def options(self, contiguous: bool) -> dict[str, Any]:
+        """Keywords of a launch. ``contiguous``: neighbouring columns are neighbours in memory."""
+        chosen = {"CONTIGUOUS": contiguous, "BLOCK": self.columns, "num_warps": self.warps, "num_stages": 1}
+        if contiguous and torch.version.hip is None:
+            # two programs of 8 warps on a multiprocessor, said to the assembler, which otherwise may spill for a third
+            chosen["maxnreg"] = REGISTERS
+        return chosen
 
 
+REGISTERS = 128
 # 32 elements per thread: fewer barriers per logit than smaller tiles, and with at most 128 registers two programs of
 # 8 warps on a multiprocessor, so that one loads while the other is at a barrier or among its candidates, and no more
 # than two rows per multiprocessor compete for the L2 cache

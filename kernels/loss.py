@@ -62,6 +62,7 @@ def _launch(
     results = torch.empty(len(FIELDS), len(tokens), dtype=torch.float32, device=logits.device)
     strides = logits.stride()
     out_strides = strides if gradient is None else gradient.stride()
+    tiles = tiles_for(logits.dtype, width)
     if len(tokens):
         with on_device_of(logits):
             fused_loss[(len(tokens),)](
@@ -69,8 +70,7 @@ def _launch(
                 ids, candidate_logq, offsets, complete, q_tail, statistics,
                 len(tokens), *strides, *out_strides, width, first_id, *scalars,
                 RULE=rule, KL=kl, CENTER=center, ENTROPY=scalars[1] != 0.0, EXACT_TAIL=exact_tail,
-                CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
-                **tiles_for(logits.dtype, width).options,
+                K_BLOCK=tiles.candidates, **tiles.options(strides[1] == 1 and out_strides[1] == 1),
             )  # fmt: skip
     return results
 

@@ -77,13 +77,14 @@ def _launch(
     on_token: Tensor, listed: Tensor | None, width: int, first_id: int,
 ) -> None:  # fmt: skip
     strides, out_strides = logits.stride(), gradient.stride()
+    tiles = tiles_for(logits.dtype, width)
     if len(tokens):
         with on_device_of(logits):
             row_gradient[(len(tokens),)](
                 logits, gradient, tokens, trained, heat, peak, level, slope,
                 ids, offsets, on_candidates, on_token, listed, *strides, *out_strides, width, first_id,
-                SLOPED=True, CONTIGUOUS=strides[1] == 1 and out_strides[1] == 1,
-                **tiles_for(logits.dtype, width).options,
+                SLOPED=True, K_BLOCK=tiles.candidates,
+                **tiles.options(strides[1] == 1 and out_strides[1] == 1),
             )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def _launch(gradient: Tensor, upstream: Tensor) -> None:
         with on_device_of(gradient):
             scale_rows[(rows.shape[0],)](
                 rows, upstream, stride, *rows.stride(), rows.shape[1],
-                CONTIGUOUS=rows.stride(1) == 1, BLOCK=tiles.columns, num_warps=tiles.warps,
+                **tiles.options(rows.stride(1) == 1),
             )  # fmt: skip
 
 

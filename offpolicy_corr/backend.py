@@ -59,7 +59,8 @@ def pair(backend: str) -> ModuleType:
 
 def has_kernels() -> bool:
     """Triton is installed, and so are our kernels."""
-    return all(importlib.util.find_spec(name) for name in ("triton", "offpolicy_corr.kernels.loss"))
+    # a submodule of a package that is missing cannot be looked for
+    return all(importlib.util.find_spec(name) for name in ("triton", "offpolicy_corr.kernels"))
 
 
 def _triton_obstacle(like: Tensor, rule: WeightRule | None) -> str | None:
@@ -67,7 +68,7 @@ def _triton_obstacle(like: Tensor, rule: WeightRule | None) -> str | None:
         return f"{type(rule).__name__} is not one of the fused weight rules"
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
-    if importlib.util.find_spec("offpolicy_corr.kernels.loss") is None:
+    if importlib.util.find_spec("offpolicy_corr.kernels") is None:
         return "this build has no kernels"
     if like.dtype == torch.float64:
         return "the kernels compute in float32 and the logits are float64"

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 
 from offpolicy_corr.benchmarks import static
 
-# on the pinned compiler nothing spills; others may keep a few bytes outside the loops
+REGISTERS = 128  # at 8 warps, two programs on a multiprocessor
+# on the compiler that CI pins nothing spills; others may keep a few bytes outside the loops
 STACK = 0 if version("triton").startswith("3.9.") else 16
 
 
@@ -52,7 +53,7 @@ def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
 
 def test_registers_leave_room_for_two_programs(compiled: list[dict[str, Any]]) -> None:
     aligned = [c for c in compiled if c["aligned"]]
-    assert not offenders(aligned, lambda c: c["registers"] > static.REGISTER_BUDGET)
+    assert not offenders(aligned, lambda c: c["registers"] > REGISTERS)
 
 
 def test_main_loops_access_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:

@@ -1,0 +1,134 @@
+"""What only a GPU can show. ``pytest -m gpu`` runs these, and the kernel tests on the device instead of interpreted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import offpolicy_corr as oc
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+OPTIONS = {"backend": "triton", "validate": False}
+
+
+def case(tokens: int, vocab: int, k: int, support: bool = False):
+    from offpolicy_corr.benchmarks.peers import make_case
+
+    return make_case(tokens, vocab, k, support, "cuda")
+
+
+def gradient(logits: torch.Tensor, made, **options):
+    leaf = logits.detach().requires_grad_()
+    out = oc.policy_loss(leaf, made.record, made.advantages, **OPTIONS | options)
+    return out, torch.autograd.grad(out.loss, leaf)[0]
+
+
+@pytest.mark.parametrize("support", [False, True])
+@pytest.mark.parametrize("vocab", [151_936, 248_320, 50_257])
+def test_model_shapes_round_to_nearest_and_match_fp64(vocab: int, support: bool) -> None:
+    made = case(64, vocab, 128, support)
+    for name in ("sc", "sc+mis", "sc+tis", "sc+clamp", "sc+ppo"):
+        correction = oc.Correction.from_name(name)
+        _, ours = gradient(made.logits, made, correction=correction, reduction="sum")
+        _, exact = gradient(
+            made.logits.double(), made, correction=correction, reduction="sum", backend="torch"
+        )
+        error = (ours.double() - exact).abs()
+        assert (error <= 2**-8 * exact.abs() + 1e-5).all(), (name, error.max())
+
+
+def test_auto_takes_the_kernels() -> None:
+    from offpolicy_corr import backend
+
+    assert backend.choose("auto", torch.zeros(1, 1, device="cuda")) == "triton"
+
+
+def test_fault_17_a_hundred_runs_are_bitwise_equal() -> None:
+    made = case(256, 151_936, 128)
+    _, first = gradient(made.logits, made)
+    for _ in range(100):
+        leaf = made.logits.clone().requires_grad_()
+        out = oc.policy_loss(leaf, made.record, made.advantages, inplace=True, **OPTIONS)
+        assert torch.equal(torch.autograd.grad(out.loss, leaf)[0], first)
+
+
+def test_fault_11_rows_beyond_two_to_the_31_elements() -> None:
+    rows = 2**31 // 151_936 + 64
+    logits = torch.zeros(rows, 151_936, dtype=torch.bfloat16, device="cuda")
+    logits[-1] = torch.randn(151_936, device="cuda")
+    record = oc.SamplerRecord(torch.full((rows,), 7, device="cuda"), torch.full((rows,), -9.0, device="cuda"))
+    options = {"correction": oc.Correction.from_name("is"), "reduction": "sum"} | OPTIONS
+    tail = record.select(torch.tensor([rows - 1], device="cuda"))
+    expected = oc.policy_loss(logits[-1:].clone(), tail, torch.ones(1, device="cuda"), **options)
+    leaf = logits.requires_grad_()
+    out = oc.policy_loss(leaf, record, torch.ones(rows, device="cuda"), inplace=True, **options)
+    assert torch.equal(out.tokens.logprobs[-1:], expected.tokens.logprobs)
+
+
+def test_fault_19_a_step_is_captured_in_a_graph_and_replayed() -> None:
+    made = case(128, 32_000, 32)
+    leaf = made.logits.clone().requires_grad_()
+
+    def step() -> torch.Tensor:
+        out = oc.policy_loss(leaf, made.record, made.advantages, **OPTIONS)
+        return torch.autograd.grad(2.0 * out.loss, leaf)[0]
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            expected = step().clone()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+def test_extra_memory_is_tokens_times_candidates() -> None:
+    made = case(2048, 151_936, 128)
+    leaf = made.logits.requires_grad_()
+    oc.policy_loss(leaf, made.record, made.advantages, inplace=True, **OPTIONS)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = oc.policy_loss(leaf, made.record, made.advantages, inplace=True, **OPTIONS)
+    torch.autograd.grad(out.loss, leaf)
+    assert torch.cuda.max_memory_allocated() - before < 64 * 2048 * 128
+
+
+def test_three_quarters_of_the_copy_bandwidth() -> None:
+    """At 8,192 × 151,936, K = 128, bf16, in place, counting 4 bytes per logit."""
+    from offpolicy_corr.benchmarks import kernels, peers
+
+    made = peers.make_case(8192, 151_936, 128, False, "cuda")
+    copy = kernels.measure_machine("cuda", True)["copy GB/s"]
+    step = peers.ours_inplace(made)
+    seconds, _, _ = kernels.timed(step, "cuda", 20, lambda: made.logits.copy_(made.source))
+    assert 4e-9 * made.logits.numel() / seconds > 0.75 * copy
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_compute_sanitizer_is_clean(tool: str) -> None:
+    code = (
+        "import torch, offpolicy_corr as oc\n"
+        "from offpolicy_corr.benchmarks.peers import make_case\n"
+        "for support in (False, True):\n"
+        "    made = make_case(8, 9000, 40, support, 'cuda')\n"
+        "    leaf = made.logits.requires_grad_()\n"
+        "    oc.policy_loss(leaf, made.record, made.advantages, backend='triton', inplace=True).loss.backward()\n"
+        "torch.cuda.synchronize()\n"
+    )
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
