@@ -21,6 +21,9 @@ from .progress import Progress
 from .train import warm_up
 from .workers import run_all
 
+WARMUP_STEP = 0.15
+"""Time of a supervised step, in reinforcement-learning updates, for the progress bar."""
+
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
@@ -39,14 +42,11 @@ def main() -> None:
     arguments, began = parse_arguments(), time.monotonic()
     plan = make_plan(arguments.quick)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    steps = sum(e.budget.steps * len(e.arms) * len(e.seeds) for e in plan.experiments)
-    progress = Progress(plan.warmup.steps // 5 + steps)
+    updates = sum(e.budget.steps * len(e.arms) * len(e.seeds) for e in plan.experiments)
+    progress = Progress(WARMUP_STEP * plan.warmup.steps + updates)
     try:
-        torch.set_num_threads(arguments.jobs)
-        done = iter(range(1, plan.warmup.steps + 1))
-        model = warm_up(
-            plan.task, plan.warmup, 0, lambda n: progress.advance(next(done) % 5 == 0, "supervised warm-up")
-        )
+        torch.set_num_threads(1)  # more are of little use to a model this small, and slow on a busy machine
+        model = warm_up(plan.task, plan.warmup, 0, lambda n: progress.advance(WARMUP_STEP * n, "warm-up"))
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
         results = run_all(plan, buffer.getvalue(), arguments.jobs, progress)
