@@ -142,8 +142,9 @@ def test_8_masked_garbage_reaches_nothing(garbage: float) -> None:  # miles 1363
     assert all(bool(value.isfinite().all()) for value in found.values())
 
 
-def test_8_a_trained_token_far_outside_is_dropped_and_finite() -> None:  # miles 1363
-    loss, metrics, gradient = double.one_sample([[0.0, -2.0, 1.0]], [1], [-91.0], double.plain("mis"))
+@pytest.mark.parametrize("logq", [-91.0, -900.0])
+def test_8_a_trained_token_far_outside_is_dropped_and_finite(logq: float) -> None:  # miles 1363
+    loss, metrics, gradient = double.one_sample([[0.0, -2.0, 1.0]], [1], [logq], double.plain("mis"))
     assert float(loss) == 0.0
     assert bool((gradient == 0).all())
     assert all(bool(value.isfinite()) for value in metrics.values())

@@ -245,9 +245,10 @@ def test_groups_split_the_same_means() -> None:
     for key in ("kl_k1", "kept", "out_of_band"):
         parts = sum(float(metrics[f"offpolicy_corr/group/{name}/{key}"]) for name in ("b200", "h100"))
         assert parts == pytest.approx(float(metrics[f"offpolicy_corr/{key}"]), abs=1e-9)
-    assert sum(float(metrics[f"offpolicy_corr/group/{n}/tokens"]) for n in ("b200", "h100")) == pytest.approx(
-        3.0
-    )
+    even = sum(float(mask[::2].sum() / mask.sum()) for mask in problem.masks)
+    assert float(metrics["offpolicy_corr/group/b200/tokens"]) == pytest.approx(even)
+    assert float(metrics["offpolicy_corr/group/h100/tokens"]) == pytest.approx(3.0 - even)
+    assert abs(even - 1.5) > 0.1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
