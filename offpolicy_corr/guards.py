@@ -96,6 +96,9 @@ def staleness(
         remedy = "Stamp every token with the version of the weights that drew it."
         raise RecordError("staleness needs weight versions", field="weight_version", remedy=remedy)
     lag = current_version - versions
+    if record.version_names is not None:
+        remedy = "Number the versions in the order of the trainer's updates, without version_names."
+        raise RecordError("staleness cannot count named versions", field="version_names", remedy=remedy)
     trained = as_mask(loss_mask, versions, check=True)
     bad = (versions < 0) | (lag < 0)
     bad = bad if trained is None else bad & trained
