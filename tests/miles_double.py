@@ -1,8 +1,9 @@
 """A double of the host contract of Miles, or Miles itself where ``MILES_SRC`` points to a checkout of it.
 
-A `Problem` is a batch seen whole: full logits of every sample, full responses, what the samplers recorded. `pack`
-makes of it what one rank of Miles would hold, by building the local stream of token positions as a loader does (pad,
-cut into chunks, concatenate) and never by the offsets that the adapter computes. `loss_function` is the dispatcher.
+A `Problem` is a batch seen whole: full logits of every sample, full responses, what the samplers recorded.
+`local_logits` and `make_batch` make of it what one rank of Miles would hold, by building the local stream of token
+positions as a loader does (pad, cut into chunks, concatenate) and never by the offsets that the adapter computes.
+`loss_function` is the dispatcher.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def tis_function(
             log-probs are the same.
         RecordError: lists that are missing or of another length.
     """
-    settings = Settings.of(getattr(args, "offpolicy_corr", None) or {"correction": "mis"})
+    settings = Settings.of(getattr(args, "offpolicy_corr", None))
     problems = tis_refusals(args, settings)
     if problems:
         raise SettingsError("tis_function must not run as configured:\n- " + "\n- ".join(problems))
