@@ -123,8 +123,11 @@ def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
         from .kernels.scale import scale_
 
         return scale_(gradient.clone() if keep else gradient, factor)
-    factor = factor if factor.dim() == 0 else factor[:, None]
-    return (gradient * factor).to(gradient.dtype) if keep else gradient.mul_(factor)
+    out = gradient.clone() if keep else gradient
+    # a half-precision row times an fp32 factor passes through fp32: a few rows at a time, not [T, V]
+    for rows, factors in zip(out.split(64), factor.expand(len(out)).split(64), strict=True):
+        rows.mul_(factors.view(-1, *[1] * (out.dim() - 1)))
+    return out
 
 
 def _graph_is_kept() -> bool:

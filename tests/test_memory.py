@@ -61,8 +61,18 @@ def test_from_logits_the_gradient_is_the_only_large_tensor(
             inner, problem.record(), problem.advantages, loss_mask=mask, inplace=inplace, entropy_coef=0.1
         )
         (factor * out.loss).backward()
-    # a leaf that was written over takes its gradient as a copy: only the in-place case pays it, and only here
-    assert seen.large(logits) <= 1
+    # in place, the gradient *is* the logits' memory
+    assert seen.large(logits) == (0 if inplace else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_for_every_token_makes_no_further_large_tensor(dtype: torch.dtype) -> None:
+    problem = Problem(size=256, vocab=V, dtype=torch.float32)
+    logits = problem.logits.to(dtype).requires_grad_()
+    with Allocations() as seen:
+        out = oc.policy_loss(logits, problem.record(), problem.advantages, reduction="none")
+        (out.loss * torch.linspace(0, 1, 256)).sum().backward()
+    assert sum(n >= 256 * V for n in seen.storages.values()) <= 2  # the logits and their gradient
 
 
 @pytest.mark.parametrize("needs", ["both", "hidden only"])
