@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +139,13 @@ def _rows(args: argparse.Namespace, copy: float) -> Iterator[dict[str, Any]]:
             for name, (build, traffic, overwrites) in ON_LOGITS.items():
                 if wanted is None or name in wanted:
                     restore = _restoring(case) if overwrites else None
-                    found = _measure(lambda b=build, c=case: b(c), name, args, restore)
+                    found = _measure(partial(build, case), name, args, restore)
                     if found is not None:
                         yield _line("loss+grad", name, case, found, copy, traffic)
             if args.hidden and (tokens, vocab) == args.shapes[0] and k == max(args.ks):
                 hidden = peers.make_hidden_case(case, args.hidden)
-                for name, build in ON_HIDDEN.items():
-                    found = _measure(lambda b=build, c=hidden: b(c), f"hidden {name}", args, None)
+                for name, make in ON_HIDDEN.items():
+                    found = _measure(partial(make, hidden), f"hidden {name}", args, None)
                     if found is not None:
                         yield _line("hidden+loss+grad", name, case, found, None, "-")
             del case

@@ -3,6 +3,8 @@
 A peer that is not installed, or does not accept the case, raises `Skip` with the reason.
 """
 
+# peers need not be installed, and have no types
+# mypy: disable-error-code="import-not-found, import-untyped"
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -137,9 +139,11 @@ def eager(case: Case) -> Step:
 
 
 def compiled(case: Case) -> Step:
-    ids, logq = case.record.candidates.to_padded() if case.k and not case.support else (None, None)
-    if ids is None:
+    if not case.k or case.support:
         raise Skip("the plain autograd loss is written for heads")
+    assert case.record.candidates is not None and case.record.logprobs is not None
+    own, (ids, logq) = case.record.logprobs, case.record.candidates.to_padded()
+    assert logq is not None
     ids = ids.long()
 
     @torch.compile
@@ -157,9 +161,7 @@ def compiled(case: Case) -> Step:
 
     def step() -> Any:
         leaf = case.logits.detach().requires_grad_()
-        return torch.autograd.grad(
-            loss(leaf, case.record.tokens, case.record.logprobs, case.advantages), leaf
-        )
+        return torch.autograd.grad(loss(leaf, case.record.tokens, own, case.advantages), leaf)
 
     return step
 
@@ -229,11 +231,11 @@ def hidden_ours(case: HiddenCase) -> Step:
     correction = oc.Correction.from_name("sc+mis" if case.k else "mis")
 
     def step() -> Any:
-        leaves = [case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()]
+        hidden, weight = case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
         out = oc.policy_loss_from_hidden(
-            *leaves, case.record, case.advantages, correction=correction, validate=False
+            hidden, weight, case.record, case.advantages, correction=correction, validate=False
         )
-        return torch.autograd.grad(out.loss, leaves)
+        return torch.autograd.grad(out.loss, [hidden, weight])
 
     return step
 

@@ -5,6 +5,8 @@ that every pair of choices occurs together. Each is compiled ahead of time for r
 its machine code: registers, local memory, widths of accesses, issue slots per logit of each sweep.
 """
 
+# Triton has no types
+# mypy: disable-error-code="import-untyped"
 from __future__ import annotations
 
 import itertools

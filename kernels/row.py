@@ -7,7 +7,8 @@ contiguous. The main loops are unmasked, which is what lets accesses be 128 bits
 """
 
 # device functions have no types that mypy could check
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
 from __future__ import annotations
 
 import triton
