@@ -25,9 +25,17 @@ $(VENV)/demo: $(VENV)/torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
 	@touch $@
 
-# strict: links in place of an import hook, so that mypy too sees the packages that live beside offpolicy_corr
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]" --config-settings editable_mode=strict
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+# mypy does not run import hooks: it reads an install made of links, where the packages that live beside
+# offpolicy_corr stand inside it; what they depend on is found in the first environment
+$(VENV)-lint/ready: $(VENV)/dev
+	$(PYTHON) -m venv $(VENV)-lint
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(VENV)-lint/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"
+	$(VENV)-lint/bin/pip install --quiet --disable-pip-version-check --no-deps -e . --config-settings editable_mode=strict
 	@touch $@
 
 demo: $(VENV)/demo
@@ -55,10 +63,10 @@ fuzz: $(VENV)/dev
 	READER_FUZZ_CASES=10000 $(BIN)/python -m pytest -n 2 tests/test_fuzz_readers.py
 
 # from docs/, where no folder is called offpolicy_corr: mypy would take it for the whole package
-lint: $(VENV)/dev
+lint: $(VENV)-lint/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd docs && ../$(BIN)/mypy --config-file ../pyproject.toml -p offpolicy_corr
+	cd docs && ../$(BIN)/mypy --config-file ../pyproject.toml --python-executable ../$(VENV)-lint/bin/python -p offpolicy_corr
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
@@ -68,4 +76,4 @@ bench: $(VENV)/dev
 	$(BIN)/offpolicy-corr bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV)-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lint $(VENV)-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,7 +67,9 @@ def test_staleness() -> None:
             int(IDS[token]),
             "weight_version",
         )
-    named = oc.SamplerRecord(torch.zeros(6, dtype=torch.int64), weight_version=versions, version_names=("a",) * 9)
+    named = oc.SamplerRecord(
+        torch.zeros(6, dtype=torch.int64), weight_version=versions, version_names=("a",) * 9
+    )
     with pytest.raises(oc.RecordError, match="named versions"):
         guards.staleness(named, IDS, 7, 3)
     tools = oc.SamplerRecord(
