@@ -290,7 +290,7 @@ def _predicted(machine: roofline.Machine, shape: tuple[int, int], figures: Figur
         "ms at best": bound.total,
         "limit": bound.limit,
         "copy TB/s": machine.copy / 1e12,
-        "copy rate is": "measured" if machine.measured else "assumed",
+        "copy rate is": "reported" if machine.reported else "assumed",
     }
 
 

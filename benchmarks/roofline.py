@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that a prediction rests on. ``copy`` is measured where ``measured`` says so, otherwise assumed."""
+    """Rates that a prediction rests on. ``copy`` was reported by others where ``reported`` says so, otherwise assumed."""
 
     name: str
     target: int  # architecture that kernels are compiled for
@@ -16,12 +16,12 @@ class Machine:
     processors: int
     clock: float  # Hz
     exponentials: int  # per clock and multiprocessor
-    measured: bool = False
+    reported: bool = False
 
 
 MACHINES = (
     Machine("H100 SXM", 90, 3.0e12, 50e6, 132, 1.98e9, 16),
-    Machine("H200", 90, 4.3e12, 60e6, 132, 1.98e9, 16, measured=True),
+    Machine("H200", 90, 4.3e12, 60e6, 132, 1.98e9, 16, reported=True),
     Machine("B200", 100, 7.2e12, 126e6, 148, 1.85e9, 16),
     Machine("B300", 100, 7.2e12, 126e6, 160, 1.85e9, 32),
 )
