@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that a prediction rests on. ``copy`` was reported by others where ``reported`` says so, otherwise assumed."""
+    """Rates that a prediction rests on. ``copy`` was reported by others where ``reported`` is set, else assumed."""
 
     name: str
     target: int  # architecture that kernels are compiled for
