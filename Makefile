@@ -18,11 +18,13 @@ help:
 # torch first and alone: what is installed after it then finds its own requirement met
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)
+	@date +%s > $(VENV)/started
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@touch $@
 
 $(VENV)/demo: $(VENV)/torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
+	@echo "environment made in $$(( $$(date +%s) - $$(cat $(VENV)/started) )) s; the demo reports its own time"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
