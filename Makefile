@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-gpu test-engine fuzz lint format bench clean
+.PHONY: help demo test test-gpu test-engine test-triton36 fuzz lint format bench clean
 
 help:
 	@echo "make demo     a small language model trained on a mixed-precision sampler fleet (QUICK=1: the short form)"
@@ -61,6 +61,18 @@ test-engine: $(VENV)/dev $(VENV)-engine/ready
 	OMP_NUM_THREADS=1 $(VENV)-engine/bin/python tests/engines/run_vllm.py --out build/vllm
 	VLLM_ANSWERS=build/vllm $(BIN)/python -m pytest tests/engines/check_vllm.py
 
+# the Triton of torch 2.11 GPU machines, whose interpreter breaks on NumPy 2.4
+$(VENV)-triton36/ready: Makefile
+	$(PYTHON) -m venv $(VENV)-triton36
+	$(VENV)-triton36/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)-triton36/bin/pip install --quiet --disable-pip-version-check "triton==3.6.*" "numpy<2.4" pytest pytest-xdist hypothesis
+	$(VENV)-triton36/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-triton36: $(VENV)-triton36/ready
+	$(VENV)-triton36/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels.py tests/test_kernels_pair.py \
+		tests/test_kernels_sharded.py tests/test_kernels_faults.py
+
 fuzz: $(VENV)/dev
 	READER_FUZZ_CASES=10000 $(BIN)/python -m pytest -n 2 tests/test_fuzz_readers.py
 
@@ -78,4 +90,4 @@ bench: $(VENV)/dev
 	$(BIN)/offpolicy-corr bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV)-lint $(VENV)-engine build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lint $(VENV)-engine $(VENV)-triton36 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
