@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offpolicy_corr.pair import Saved, Selection
+from offpolicy_corr.pair import Saved, Selection, Upstream
 from offpolicy_corr.pair import row_gradient as closed_form
 from offpolicy_corr.replay import from_statistics
 
@@ -38,22 +38,19 @@ def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tenso
     return logp, candidate_logp, entropy, saved
 
 
-def backward(
-    logits: Tensor, selection: Selection, saved: Saved, upstream: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
+def backward(logits: Tensor, selection: Selection, saved: Saved, upstream: Upstream) -> Tensor:
     """`offpolicy_corr.pair.backward`."""
     terms, trained, shard = selection.terms, selection.trained, selection.shard
     gradient = torch.empty_like(logits)
     gradient[:, shard.width :].zero_()
-    # upstream gradients may be expanded or strided: from here on they are plain fp32
-    on_token, on_candidates, on_entropy = (u.to(torch.float32).contiguous() for u in upstream)
-    whole = closed_form(terms, saved, on_token, on_candidates, on_entropy)
-    assert whole.entropy is not None
+    whole = closed_form(terms, saved, upstream)
     heat = sharpness(terms, logits.device)
     cooling = heat * _LN2
     scale = cooling * (-whole.log_total).exp()
-    slope = scale * whole.entropy * _LN2
-    level = scale * (whole.dense + whole.entropy * (saved.entropy - whole.log_total))
+    level, slope = scale * whole.dense, None
+    if whole.entropy is not None:
+        level = scale * (whole.dense + whole.entropy * (saved.entropy - whole.log_total))
+        slope = scale * whole.entropy * _LN2
     ids = offsets = values = listed = None
     candidates = terms.candidates
     if candidates is not None:
@@ -73,7 +70,7 @@ def backward(
 
 def _launch(
     logits: Tensor, gradient: Tensor, tokens: Tensor, trained: Tensor | None, heat: Tensor, peak: Tensor,
-    level: Tensor, slope: Tensor, ids: Tensor | None, offsets: Tensor | None, on_candidates: Tensor | None,
+    level: Tensor, slope: Tensor | None, ids: Tensor | None, offsets: Tensor | None, on_candidates: Tensor | None,
     on_token: Tensor, listed: Tensor | None, width: int, first_id: int,
 ) -> None:  # fmt: skip
     strides, out_strides = logits.stride(), gradient.stride()
@@ -81,9 +78,9 @@ def _launch(
     if len(tokens):
         with on_device_of(logits):
             row_gradient[(len(tokens),)](
-                logits, gradient, tokens, trained, heat, peak, level, slope,
+                logits, gradient, tokens, trained, heat, peak, level, level if slope is None else slope,
                 ids, offsets, on_candidates, on_token, listed, *strides, *out_strides, width, first_id,
-                SLOPED=True, K_BLOCK=tiles.candidates,
+                SLOPED=slope is not None, K_BLOCK=tiles.candidates,
                 **tiles.options(strides[1] == 1 and out_strides[1] == 1),
             )  # fmt: skip
 
@@ -95,7 +92,7 @@ def _fake(*_: object) -> None:
 _GRADIENT = define(
     "row_gradient",
     "(Tensor logits, Tensor(a!) gradient, Tensor tokens, Tensor? trained, Tensor heat, Tensor peak, Tensor level, "
-    "Tensor slope, Tensor? ids, Tensor? offsets, Tensor? on_candidates, Tensor on_token, Tensor? listed, "
+    "Tensor? slope, Tensor? ids, Tensor? offsets, Tensor? on_candidates, Tensor on_token, Tensor? listed, "
     "SymInt width, SymInt first_id) -> ()",
     ("gradient",),
     _launch,

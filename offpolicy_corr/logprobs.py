@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from . import backend as backends
 from .candidates import CandidateSet
 from .pair import Saved, Selection
-from .plan import is_capturing
+from .plan import refuse_capture
 from .record import SamplerRecord
 from .terms import Terms
 from .validation import as_mask, check_lengths, check_record
@@ -29,27 +29,33 @@ def selected_logprobs(
     process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     backend: str = "auto",
+    copy: bool = False,
+    validate: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the sampled tokens and of the candidates, and the entropy, differentiable in ``logits``.
 
     On complete rows all three are over the recorded set, elsewhere over the vocabulary. One read of the logits
-    forward, one read and one write backward; nothing of size ``[T, V]`` is kept but the logits themselves.
+    forward, one read and one write backward, without the entropy's part where nobody differentiates it; nothing
+    of size ``[T, V]`` is kept but the logits themselves.
 
     Args:
         logits: raw ``[T, V]``, before temperature. They must not be written to before the backward pass;
-            autograd raises where they were.
+            autograd raises where they were. See ``copy``.
         tokens: sampled ids ``[T]``.
         candidates: `CandidateSet` of ``T`` rows, or None.
         temperature: float or ``[T]``.
         loss_mask: bool or {0, 1} ``[T]``; masked rows are not read, give 0 and receive no gradient.
         process_group, vocab_size, backend: as in `policy_loss`.
+        copy: keep a copy of the logits for the backward pass, so that others may write over them.
+        validate: check tokens, candidates and temperature, at the cost of a host sync. False skips only that.
 
     Returns:
         ``(logp [T], candidate_logp [nnz], entropy [T])`` in fp32 (fp64 for fp64), nats; −inf where a logit is.
 
     Raises:
         RecordError: ids outside the vocabulary, a token absent from its complete set, lengths that disagree.
-            Only the last is checked while a CUDA graph is captured.
+            ``validate=False`` leaves only the last.
+        RuntimeError: validation while a CUDA graph is captured.
     """
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
@@ -60,31 +66,43 @@ def selected_logprobs(
     trained = as_mask(loss_mask, tokens)
     if tokens.shape != logits.shape[:1]:
         raise ValueError(f"tokens must be [T] = ({logits.shape[0]},), got {tuple(tokens.shape)}")
-    if not is_capturing(logits):  # the checks wait for the device
+    if validate:
+        refuse_capture(logits)
         check_record(record, shard.vocab_size, loss_mask, None)
     chosen = backends.choose(backend, logits)
     unused = torch.zeros(tokens.shape, device=logits.device)
     terms = Terms(tokens, unused, unused, unused, temperature, ids_only)
     selection = Selection(terms, trained, shard)
-    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, chosen)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, chosen, copy)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, selection: Selection, chosen: str) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, selection: Selection, chosen: str, copy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             logp, candidate_logp, entropy, saved = backends.pair(chosen).forward(logits.detach(), selection)
-        ctx.save_for_backward(logits, *saved)
+        # autograd notices writes to what is saved, unless it is a copy that nobody else has
+        ctx.save_for_backward(logits.detach().clone() if copy else logits, *saved)
         ctx.selection, ctx.chosen = selection, chosen
+        ctx.set_materialize_grads(False)
         return logp, candidate_logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *saved = ctx.saved_tensors
+    def backward(
+        ctx: Any, on_token: Tensor | None, on_candidates: Tensor | None, on_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, *rest = ctx.saved_tensors
+        selection, saved = ctx.selection, Saved(*rest)
+        if on_token is None:
+            on_token = saved.entropy.new_zeros(len(selection.terms))
+        if on_candidates is None:
+            on_candidates = saved.entropy.new_zeros(selection.candidates)
         with torch.autocast(logits.device.type, enabled=False):
             gradient = backends.pair(ctx.chosen).backward(
-                logits.detach(), ctx.selection, Saved(*saved), upstream
+                logits.detach(), selection, saved, (on_token, on_candidates, on_entropy)
             )
-        return gradient, None, None
+        return gradient, None, None, None

@@ -25,6 +25,15 @@ class Selection:
     trained: Tensor | None
     shard: VocabShard
 
+    @property
+    def candidates(self) -> int:
+        """How many candidates all rows have together."""
+        return 0 if self.terms.candidates is None else self.terms.candidates.ids.numel()
+
+
+# what autograd hands over for (logp, candidate_logp, entropy); an entropy that nobody differentiates costs nothing
+Upstream = tuple[Tensor, Tensor, "Tensor | None"]
+
 
 class Saved(NamedTuple):
     """What the backward pass needs besides the logits: per trained row, per candidate of those rows."""
@@ -46,24 +55,22 @@ def forward(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor, Tenso
     saved = Saved(stats.peak, stats.total.log(), trainer.entropy, trainer.token, trainer.candidates)
     if rows is None:
         return trainer.token, trainer.candidates, trainer.entropy, saved
-    nnz = 0 if terms.candidates is None else terms.candidates.ids.numel()
     logp, entropy = (
         trainer.token.new_zeros(len(terms)).index_copy_(0, rows, v) for v in (trainer.token, trainer.entropy)
     )
-    return logp, trainer.candidates.new_zeros(nnz).index_copy_(0, owned, trainer.candidates), entropy, saved
+    candidate_logp = trainer.candidates.new_zeros(selection.candidates)
+    return logp, candidate_logp.index_copy_(0, owned, trainer.candidates), entropy, saved
 
 
-def backward(
-    logits: Tensor, selection: Selection, saved: Saved, upstream: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
+def backward(logits: Tensor, selection: Selection, saved: Saved, upstream: Upstream) -> Tensor:
     """∂/∂logits of ⟨upstream, (logp, candidate_logp, entropy)⟩, same shape and dtype as ``logits``."""
     rows, owned = _compact(selection)
     terms = selection.terms if rows is None else selection.terms.select(rows)
-    dtype = saved.entropy.dtype
-    on_token, on_candidates, on_entropy = (u.to(dtype) for u in upstream)
+    on_token, on_candidates, on_entropy = upstream
     if rows is not None:
-        on_token, on_candidates, on_entropy = on_token[rows], on_candidates[owned], on_entropy[rows]
-    whole = row_gradient(terms, saved, on_token, on_candidates, on_entropy)
+        on_token, on_candidates = on_token[rows], on_candidates[owned]
+        on_entropy = None if on_entropy is None else on_entropy[rows]
+    whole = row_gradient(terms, saved, (on_token, on_candidates, on_entropy))
     gradient = torch.empty_like(logits)
     clear(gradient, selection.shard, selection.trained if rows is not None else None)
     columns, target = (t[:, : selection.shard.width] for t in (logits, gradient))
@@ -76,19 +83,23 @@ def backward(
     return gradient
 
 
-def row_gradient(
-    terms: Terms, saved: Saved, on_token: Tensor, on_candidates: Tensor, on_entropy: Tensor
-) -> RowGradient:
-    pull, bonus, values = on_token, -on_entropy, saved.candidate_logp
-    candidates = terms.candidates
+def row_gradient(terms: Terms, saved: Saved, upstream: Upstream) -> RowGradient:
+    """The gradient of the trained rows in closed form; ``upstream`` may have any dtype and layout."""
+    on_token, on_candidates = (u.to(saved.entropy.dtype).contiguous() for u in upstream[:2])
+    bonus = None if upstream[2] is None else -upstream[2].to(saved.entropy.dtype).contiguous()
+    pull, values, candidates = on_token, saved.candidate_logp, terms.candidates
     if candidates is not None:
         rows = candidates.rows
         pull = pull + segment_sum(on_candidates, candidates.offsets)
         values = on_candidates - product(pull[rows], saved.candidate_logp.exp())
         values = values + torch.where(candidates.ids == terms.tokens[rows], on_token[rows], 0.0)
-        values = values + bonus[rows] * entropy_slope(saved.candidate_logp, saved.entropy[rows])
-        pull, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (pull, bonus))
+        if bonus is not None:
+            values = values + bonus[rows] * entropy_slope(saved.candidate_logp, saved.entropy[rows])
+            bonus = bonus.masked_fill(candidates.complete, 0.0)
+        pull = pull.masked_fill(candidates.complete, 0.0)
     token = on_token - product(pull, saved.token_logp.exp())
+    if bonus is None:
+        return RowGradient(-pull, values, token, saved.log_total)
     token = token + bonus * entropy_slope(saved.token_logp, saved.entropy)
     return RowGradient(-pull, values, token, saved.log_total, bonus, -saved.entropy)
 

@@ -103,10 +103,8 @@ def prepare(
         RecordError: a bad record, a record that lacks what the correction needs.
         ValueError: options that contradict each other or the record; advantages that are not finite.
     """
-    if options.validate and is_capturing(like):
-        raise RuntimeError(
-            "validation waits for the device, which a stream capture cannot: pass validate=False"
-        )
+    if options.validate:
+        refuse_capture(like)
     settings = options.settings()
     chosen = backends.choose(options.backend, like, settings.correction.weight)
     check_reduction(options.reduction, options.denominator, options.sequence_ids)
@@ -147,9 +145,12 @@ def prepare(
     )
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether the tensor's stream is being captured into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def refuse_capture(tensor: Tensor) -> None:
+    """Raises RuntimeError where the tensor's stream is being captured into a CUDA graph: checks wait for it."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "validation waits for the device, which a stream capture cannot: pass validate=False"
+        )
 
 
 def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOptions, like: Tensor) -> None:

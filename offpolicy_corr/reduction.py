@@ -62,16 +62,23 @@ def token_scale(
     elif reduction == "sequence-mean":
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
-        _, inverse = torch.unique(ids, return_inverse=True)
-        lengths = torch.zeros_like(live).index_add_(0, inverse, live)
+        number = _numbered(ids)
+        lengths = torch.zeros_like(live).index_add_(0, number, live)
         assert not isinstance(denominator, str)
         sequences = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
-        scale = live / lengths.clamp(min=1.0)[inverse] / sequences
+        scale = live / lengths.clamp(min=1.0)[number] / sequences
     if sequence_keep is not None:
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
         scale = torch.where(sequence_keep[ids], scale, 0.0)
     return scale
+
+
+def _numbered(ids: Tensor) -> Tensor:
+    """Every id's place among the distinct ids, int64 ``[T]``: all below T, and their count stays on the device."""
+    ordered, order = ids.sort()
+    place = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    return torch.empty_like(place).index_copy_(0, order, place)
 
 
 def global_denominator(loss_mask: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from offpolicy_corr.kernels import launch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from on_device import DEVICE, MARKS, moved
@@ -84,17 +86,67 @@ def test_only_one_output_is_used() -> None:
         torch.testing.assert_close(grads["triton"].double(), grads["torch"], rtol=1e-5, atol=1e-5)
 
 
-def test_logits_that_were_written_to_in_between_are_refused() -> None:
+class Slopes(TorchDispatchMode):
+    """Notes for every backward launch whether it was given the entropy's slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "offpolicy_corr::row_gradient":
+            names = [argument.name for argument in func._schema.arguments]
+            self.given.append(args[names.index("slope")] is not None)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_entropy_that_nobody_differentiates_costs_nothing() -> None:
+    problem = Problem(size=5, vocab=40, kind="mixed", seed=3)
+    record, leaf = moved(problem.record()), problem.logits.float().to(DEVICE).requires_grad_()
+    for use, sloped in ((lambda o: o[0].sum(), False), (lambda o: o[0].sum() + o[2].sum(), True)):
+        outputs = oc.selected_logprobs(leaf, record.tokens, record.candidates, backend="triton")
+        with Slopes() as slopes:
+            use(outputs).backward()
+        assert slopes.given == [sloped]
+
+
+WRITES = {
+    "whole": lambda z: z.detach().mul_(2.0),
+    "one element of a view": lambda z: z.detach()[2].narrow(0, 3, 1).zero_(),
+    "operator on the tensor": lambda z: torch.no_grad()(z.add_)(1.0),
+    "through out=": lambda z: torch.exp(z.detach(), out=z.detach()),
+}
+
+
+def another_loss_in_place(problem: Problem, record: oc.SamplerRecord) -> Callable[[Tensor], Any]:
+    advantages = problem.advantages.to(DEVICE)
+    return lambda z: oc.policy_loss(z, record, advantages, backend="triton", inplace=True)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("name", [*WRITES, "another loss, in place"])
+def test_logits_that_were_written_to_in_between_are_refused_or_kept_as_a_copy(
+    name: str, backend: str
+) -> None:
     problem = Problem(size=5, vocab=40, kind="mixed", seed=3)
     record = moved(problem.record())
-    leaf = problem.logits.float().to(DEVICE).requires_grad_()
-    logits = leaf * 1.0
-    logp, _, _ = oc.selected_logprobs(
-        logits, record.tokens, record.candidates, record.temperature, backend="triton"
-    )
-    logits.detach().mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logp.sum().backward()
+    write = WRITES.get(name) or another_loss_in_place(problem, record)
+    grads = []
+    for copy, written in ((False, False), (True, True), (False, True)):
+        leaf = problem.logits.float().to(DEVICE).requires_grad_()
+        logits = leaf * 1.0
+        logp, _, _ = oc.selected_logprobs(
+            logits, record.tokens, record.candidates, record.temperature, backend=backend, copy=copy
+        )
+        if written:
+            write(logits)
+        if written and not copy:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                logp.sum().backward()
+        else:
+            logp.sum().backward()
+            grads.append(leaf.grad)
+    assert torch.equal(*grads)
 
 
 def test_nothing_of_the_size_of_the_logits_is_saved_but_the_logits() -> None:

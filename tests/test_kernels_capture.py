@@ -1,0 +1,160 @@
+"""Nothing waits for the device: whole steps on a GPU that has shapes and no values, and so cannot be asked for any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offpolicy_corr as oc
+from fake_cuda import NoTransfers, allow_fake_devices, fake_cuda, gradients
+from on_device import MARKS
+from support import RULES
+
+pytestmark = MARKS
+T, V, K = 6, 40, 4
+RECORDS = ("none", "heads", "supports", "mixed", "ids alone")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    allow_fake_devices(tmp_path_factory.mktemp("guard"))
+    with fake_cuda():
+        yield
+
+
+def like(value: Any, *shape: int) -> Tensor:
+    """A tensor on the fake GPU with the dtype that ``value`` has as a tensor."""
+    return torch.full(shape, value, device="cuda")
+
+
+def record_of(kind: str, temperature: bool) -> oc.SamplerRecord:
+    candidates = None
+    if kind != "none":
+        logq = None if kind == "ids alone" else like(-2.0, T * K)
+        offsets = torch.arange(T + 1, device="cuda") * K
+        complete = like(kind in ("supports", "ids alone"), T)
+        candidates = oc.CandidateSet(like(1, T * K), logq, offsets, complete)
+    return oc.SamplerRecord(like(1, T), like(-2.0, T), candidates, like(0.7, T) if temperature else 0.7)
+
+
+def logits(dtype: torch.dtype = torch.bfloat16, padding: int = 0) -> Tensor:
+    return torch.empty(T, V + padding, dtype=dtype, device="cuda").requires_grad_()
+
+
+def loss_and_gradient(z: Tensor, kind: str, temperature: bool = False, **options: Any) -> None:
+    leaf = z * 1.0 if options.get("inplace") else z
+    options = {"backend": "triton", "validate": False} | options
+    out = oc.policy_loss(leaf, record_of(kind, temperature), like(1.0, T), **options)
+    (gradient, *_) = gradients(out.loss, like(1.0) if out.loss.dim() == 0 else like(1.0, 1).expand(T), None)
+    assert gradient.shape == z.shape and gradient.dtype == z.dtype and gradient.device.type == "cuda"
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["buffer", "in place"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_every_rule_on_every_kind_of_record(
+    rule: oc.WeightRule, kind: str, masked: bool, inplace: bool
+) -> None:
+    centres = (True, False) if kind not in ("none", "ids alone") else (False,)
+    for center in centres:
+        loss_and_gradient(
+            logits(), kind, temperature=masked, inplace=inplace, correction=oc.Correction(rule, center=center),
+            loss_mask=like(True, T) if masked else None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.1},
+        {"kl_coef": 0.1, "kl_estimator": "k1"},
+        {"kl_coef": 0.1, "entropy_coef": 0.1},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"reduction": "sequence-mean"},
+        {"reduction": "sequence-mean", "keep": True, "masked": True},
+        {"denominator": "kept"},
+        {"denominator": 7.0},
+        {"denominator": "tensor"},
+        {"padding": 24},
+    ],
+    ids=str,
+)
+def test_every_option(options: dict[str, Any], dtype: torch.dtype) -> None:
+    options = dict(options)
+    z = logits(dtype, options.pop("padding", 0))
+    if z.shape[1] > V:
+        options["vocab_size"] = V
+    if "kl_coef" in options:
+        options["ref_logprobs"] = like(-2.0, T)
+    if options.get("reduction") == "sequence-mean":
+        options["sequence_ids"] = like(1, T)
+    if options.pop("keep", False):
+        options["sequence_keep"] = like(True, 2)
+    if options.pop("masked", False):
+        options["loss_mask"] = like(1, T)
+    if options.get("denominator") == "tensor":
+        options["denominator"] = like(7.0)
+    loss_and_gradient(z, "mixed", **options)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_pair(kind: str, masked: bool) -> None:
+    z, record = logits(), record_of(kind, masked)
+    outputs = oc.selected_logprobs(
+        z, record.tokens, record.candidates, record.temperature, loss_mask=like(True, T) if masked else None,
+        backend="triton", copy=masked, validate=False,
+    )  # fmt: skip
+    for upstream in (outputs, (outputs[0], None, None), (None, None, outputs[2])):
+        (gradient, *_) = gradients(outputs[0], *upstream)
+        assert gradient.shape == z.shape and gradient.dtype == z.dtype
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Rank 1 of two that exchange nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rule", [oc.MaskedIS(), oc.Unweighted()], ids=["masked", "unweighted"])
+def test_a_shard_of_the_vocabulary(group: dist.ProcessGroup, rule: oc.WeightRule) -> None:
+    z, record = logits(), record_of("mixed", True)
+    correction = oc.Correction(rule)
+    loss_and_gradient(z, "mixed", process_group=group, vocab_size=2 * V - 3, correction=correction)
+    outputs = oc.selected_logprobs(
+        z, record.tokens, record.candidates, process_group=group, backend="triton", validate=False
+    )
+    assert gradients(outputs[0], *outputs)[0].shape == z.shape
+
+
+def test_what_waits_for_the_device_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests above would show nothing."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(DataDependentOutputException):
+        loss_and_gradient(logits(), "none", correction=oc.Correction(center=False), validate=True)
+    with pytest.raises(DynamicOutputShapeException):
+        loss_and_gradient(logits(), "heads", backend="torch", loss_mask=like(True, T))
+    with NoTransfers(), pytest.raises(AssertionError, match="moves"):
+        like(1.0, T).to("cpu")
+
+
+def test_validation_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="pass validate=False"):
+        loss_and_gradient(logits(), "heads", validate=True)
+    with pytest.raises(RuntimeError, match="pass validate=False"):
+        oc.selected_logprobs(logits(), like(1, T), backend="triton")
