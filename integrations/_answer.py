@@ -18,14 +18,11 @@ from offpolicy_corr.missing import SENTINEL, is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.statistics import RecordWarning, warn_unwitnessed_zeros
-from offpolicy_corr.validation import SAME_VALUE, check_record
+from offpolicy_corr.validation import SAME_VALUE
 from offpolicy_corr.versions import Span, versions_from_spans
 
 from ._arrays import fail, offsets_of
 
-CHECKED_AT_ONCE = (
-    1 << 19
-)  # candidates: the checks' temporaries stay in cache, and far below the record's size
 MISSING_REMEDY = (
     "Sample again, mask the token with on_missing='mask', or see why the engine returned no number."
 )
@@ -156,9 +153,10 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
         () if spec.group is None else (spec.group,),
         version,
         names,
+        (spec,),
     )
     mask = torch.from_numpy(~missing) if missing.any() else None
-    validate_in_pieces(record, spec.vocab_size, mask)
+    record.validate(spec.vocab_size, mask)
     if rows is not None:
         _check_outside(answer.tokens, logprobs, rows, answer.rows_field)
     warn_unwitnessed_zeros(record, mask, stacklevel=4)
@@ -227,48 +225,3 @@ def _in_own_row(tokens: NDArray[np.int64], rows: Rows, counts: NDArray[np.int64]
     at = np.flatnonzero(rows.ids == np.repeat(tokens, counts))
     found[np.searchsorted(rows.offsets, at, side="right") - 1] = True
     return found
-
-
-def validate_in_pieces(record: SamplerRecord, vocab_size: int | None, mask: torch.Tensor | None) -> None:
-    """`SamplerRecord.validate` on slices of consecutive tokens: the same checks, in bounded memory."""
-    candidates = record.candidates
-    total, begin = len(record), 0
-    while begin < total or total == 0:
-        end = total if candidates is None else _piece_end(candidates.offsets, begin)
-        piece = _slice(record, begin, end)
-        try:
-            check_record(piece, vocab_size, None if mask is None else mask[begin:end], None)
-        except RecordError as error:
-            if error.token is None:
-                raise
-            raise error.at(token=error.token + begin) from None
-        begin = end
-        if total == 0:
-            return
-
-
-def _piece_end(offsets: torch.Tensor, begin: int) -> int:
-    reach = offsets[begin] + CHECKED_AT_ONCE
-    return max(begin + 1, int(torch.searchsorted(offsets, reach, right=True)) - 1)
-
-
-def _slice(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
-    """Tokens ``[begin, end)`` as views."""
-    candidates = record.candidates
-    if candidates is not None:
-        first, last = int(candidates.offsets[begin]), int(candidates.offsets[end])
-        candidates = CandidateSet(
-            candidates.ids[first:last],
-            None if candidates.logprobs is None else candidates.logprobs[first:last],
-            candidates.offsets[begin : end + 1] - first,
-            candidates.complete[begin:end],
-        )
-    part = slice(begin, end)
-    return replace(
-        record,
-        tokens=record.tokens[part],
-        logprobs=None if record.logprobs is None else record.logprobs[part],
-        candidates=candidates,
-        group=None if record.group is None else record.group[part],
-        weight_version=None if record.weight_version is None else record.weight_version[part],
-    )

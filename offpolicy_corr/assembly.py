@@ -103,7 +103,7 @@ def _assemble(turns: Sequence[Turn], strict: bool) -> Trajectory:
     owners: list[Tensor] = []
     truncated = False
     for index, turn in enumerate(turns):
-        answer = _named(_kept(turn, index), turn.spec)
+        answer = _declared(_kept(turn, index), turn.spec)
         if turn.prompt is None:
             remedy = "Pass prompt= to the reader, or ask the engine to return it."
             raise RecordError(
@@ -230,7 +230,10 @@ def _untrained(context: Tensor, like: SamplerRecord) -> SamplerRecord:
     )
 
 
-def _named(record: SamplerRecord, spec: SamplerSpec) -> SamplerRecord:
+def _declared(record: SamplerRecord, spec: SamplerSpec) -> SamplerRecord:
+    """The record with the turn's spec, and the group that it names, where it has none of its own."""
+    if not record.specs:
+        record = replace(record, specs=(spec,))
     if record.group is not None or spec.group is None:
         return record
     return replace(record, group=torch.zeros(len(record), dtype=torch.int64), group_names=(spec.group,))

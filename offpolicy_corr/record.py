@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .candidates import CandidateSet
 from .segments import as_index
+from .spec import SamplerSpec, check_fleet
 from .validation import check_record
 
 
@@ -29,6 +30,8 @@ class SamplerRecord:
         group_names: names of the groups.
         weight_version: int64 ``[T]``, the version of the weights that drew the token; −1 is "undeclared".
         version_names: the engine's own names of versions, where ``weight_version`` indexes them.
+        specs: what was declared of the samplers behind these tokens, each once; readers fill it in, and it goes
+            wherever the record goes, into files too.
     """
 
     tokens: Tensor
@@ -39,6 +42,7 @@ class SamplerRecord:
     group_names: tuple[str, ...] = ()
     weight_version: Tensor | None = None
     version_names: tuple[str, ...] | None = None
+    specs: tuple[SamplerSpec, ...] = ()
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -55,6 +59,7 @@ class SamplerRecord:
             self.group_names,
             _index(self.weight_version, index),
             self.version_names,
+            self.specs,
         )
 
     def to(self, device: torch.device | str) -> SamplerRecord:
@@ -68,18 +73,22 @@ class SamplerRecord:
             self.group_names,
             _to(self.weight_version, device),
             self.version_names,
+            self.specs,
         )
 
     @staticmethod
     def concat(records: Sequence[SamplerRecord]) -> SamplerRecord:
-        """All tokens of ``records`` in one packed row; names of groups and versions are merged.
+        """All tokens of ``records`` in one packed row; names of groups and versions, and specs, are merged.
 
         Raises:
             ValueError: no records; log-probs or groups recorded in some and missing in others. Where some have
                 candidates, the others' tokens get empty heads; a missing weight version becomes −1.
+            RecordError: specs whose tokens may not be mixed, see `spec.check_fleet`.
         """
         if not records:
             raise ValueError("concat needs at least one record")
+        specs = tuple(dict.fromkeys(spec for record in records for spec in record.specs))
+        check_fleet(specs, strict=False)
         candidates = None
         if any(r.candidates is not None for r in records):
             candidates = CandidateSet.concat(
@@ -99,6 +108,7 @@ class SamplerRecord:
             group_names or (),
             version,
             version_names,
+            specs,
         )
 
     def validate(
@@ -109,6 +119,8 @@ class SamplerRecord:
     ) -> SamplerRecord:
         """Check every trained token (``loss_mask`` true, or all); returns self. One host sync on CUDA.
 
+        On a CPU the checks work some hundred thousand candidates at a time, in bounded memory.
+
         Raises:
             RecordError: naming the first token at fault. Tolerances: log-prob ≤ 1e-6; mass of a head
                 ≤ 1 + 1e-3, of a complete set 1 ± 1e-4; the sampled token's value among the candidates equals
@@ -117,11 +129,11 @@ class SamplerRecord:
         check_record(self, vocab_size, loss_mask, sequence_ids)
         return self
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], compact: bool = False) -> None:
         """Write one safetensors file, atomically; see `storage.save`. Needs the ``records`` extra."""
         from .storage import save
 
-        save(self, path)
+        save(self, path, compact)
 
     @staticmethod
     def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .errors import RecordError
 
 SEMANTICS = ("raw", "temperature", "processed", "support")
+TEXTS = ("group", "engine_version", "weights", "activations", "kv_cache", "scale_format", "architecture", "kernels")
+TEXTS += ("sampling_backend", "speculative", "tokenizer_hash")
 LOGIT_MODES = ("raw_logits", "processed_logits")
 VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM raises a positive temperature below this to it, silently
 VLLM_UNSCALED_PROCESSED = (0, 10, 0)  # the last vLLM whose processed log-probs left temperature out
@@ -122,13 +124,18 @@ def _check_ranges(spec: SamplerSpec) -> None:
 
     if not isinstance(spec.engine, str) or not spec.engine:
         _refuse("an engine must be named", "engine", spec.engine, "For example engine='sglang'.")
+    for name in TEXTS:
+        if not isinstance(getattr(spec, name), (str, type(None))):
+            _refuse(f"{name} must be text", name, getattr(spec, name), "Give a string, or leave it out.")
+    if not isinstance(spec.constrained, bool):
+        _refuse("constrained must be a bool", "constrained", spec.constrained, "Give True or False.")
     number("temperature", lambda x: x > 0, "Greedy decoding has no q to correct with: sample at T > 0.")
     number("top_p", lambda x: 0 < x <= 1, "top_p lies in (0, 1]; 1 is off.")
     number("min_p", lambda x: 0 <= x < 1, "min_p lies in [0, 1); 0 is off.")
     number("repetition_penalty", lambda x: x > 0, "A repetition penalty is positive; 1 is off.")
     for name in ("presence_penalty", "frequency_penalty"):
         number(name, lambda x: True, "A penalty is a finite number; 0 is off.")
-    for name in ("top_k", "vocab_size", "logits_width"):
+    for name in ("top_k", "vocab_size", "logits_width", "tensor_parallel", "expert_parallel"):
         lowest = -1 if name == "top_k" else 1
         value = getattr(spec, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
@@ -255,3 +262,26 @@ def check_fleet(specs: Sequence[SamplerSpec], strict: bool = True) -> None:
         if len(values) > 1:
             remedy = "Ids of different tokenizers mean different texts: never mix them in one batch."
             raise RecordError(f"groups differ in {name}", field=f"spec.{name}", value=values, remedy=remedy)
+
+
+def specs_to_plain(specs: Sequence[SamplerSpec]) -> list[dict[str, Any]]:
+    """Specs as JSON can hold them; fields at their defaults are left out."""
+    defaults = asdict(SamplerSpec(engine="-", logprobs="processed"))
+    required = ("engine", "logprobs")
+    return [
+        {name: value for name, value in asdict(spec).items() if name in required or value != defaults[name]}
+        for spec in specs
+    ]
+
+
+def specs_from_plain(value: Any) -> tuple[SamplerSpec, ...]:
+    """What `specs_to_plain` wrote.
+
+    Raises:
+        RecordError: anything else, or a spec that this release refuses.
+    """
+    try:
+        return tuple(SamplerSpec(**fields) for fields in value)
+    except TypeError as error:
+        remedy = "They were damaged, or written by a later release: upgrade offpolicy-corr."
+        raise RecordError(f"not a list of specs ({str(error)[:80]})", field="specs", remedy=remedy) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import import_module
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 from .candidates import CandidateSet
 from .errors import RecordError
 from .record import SamplerRecord
+from .spec import SamplerSpec, specs_from_plain, specs_to_plain
 from .storage import write_atomically
 
-VERSION = 1
-_VERSION_KEY = b"offpolicy_corr.table"
+VERSION = 2  # 1: no specs
+_VERSION_KEY, _SPECS_KEY = b"offpolicy_corr.table", b"offpolicy_corr.specs"
 REMEDY = "Write the table again from its source."
 
 
@@ -27,7 +29,8 @@ def to_arrow(
 
     Columns: ``sequence`` int64; lists over the sequence's tokens: ``tokens``, ``logprobs``, ``temperature``,
     ``group`` (names), ``weight_version`` (strings), ``loss_mask``; lists of lists: ``candidate_ids``,
-    ``candidate_logprobs``; and ``complete``. Fields that the record lacks are left out.
+    ``candidate_logprobs``; and ``complete``. Fields that the record lacks are left out. The schema's metadata
+    holds the specs as JSON under ``offpolicy_corr.specs``.
 
     Args:
         record: tokens of a sequence need not be contiguous; they keep their order.
@@ -58,7 +61,8 @@ def to_arrow(
         columns |= _candidate_columns(arrow, record.candidates)
     lists = {name: _lists(arrow, rows, values) for name, values in columns.items()}
     table = arrow.table({"sequence": numbers.numpy(), **lists})
-    return table.replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
+    specs = json.dumps(specs_to_plain(record.specs)).encode()
+    return table.replace_schema_metadata({_VERSION_KEY: str(VERSION).encode(), _SPECS_KEY: specs})
 
 
 def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
@@ -97,6 +101,7 @@ def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
         group_names,
         version,
         version_names or None,
+        _specs(metadata.get(_SPECS_KEY)),
     )
     loss_mask = _tensor(columns["loss_mask"][0], "loss_mask", "b") if "loss_mask" in columns else None
     record.validate(loss_mask=loss_mask, sequence_ids=sequence_ids)
@@ -190,6 +195,15 @@ def _tensor(values: Any, name: str, kinds: str) -> Tensor:
     if np.dtype(values.type.to_pandas_dtype()).kind not in kinds:
         raise RecordError("another type", field=name, value=str(values.type), remedy=REMEDY)
     return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+
+
+def _specs(text: bytes | None) -> tuple[SamplerSpec, ...]:
+    try:
+        return specs_from_plain(json.loads(text or b""))
+    except ValueError as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError("the specs are not JSON", field="schema", value=text, remedy=REMEDY) from None
 
 
 def _temperature(values: Tensor) -> float | Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .candidates import CandidateSet
 from .errors import RecordError
 from .missing import SENTINEL
 from .segments import row_index
+from .spec import SamplerSpec
 
 if TYPE_CHECKING:
     from .record import SamplerRecord
@@ -23,6 +25,8 @@ SAME_VALUE = (
     1e-4,
     1e-5,
 )  # relative, absolute: the token's log-prob against its own entry among the candidates
+_PER_TOKEN = ("tokens", "logprobs", "temperature", "group", "weight_version")
+CHECKED_AT_ONCE = 1 << 19  # candidates: the checks' temporaries stay in cache, far below the record's size
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def check_lengths(record: SamplerRecord) -> None:
         number = isinstance(record.temperature, (int, float)) and 0.0 < record.temperature < float("inf")
         problem = "temperature must be positive and finite"
         _require(number, problem, "temperature", record.temperature, "Greedy decoding has no q.")
+    declared = isinstance(record.specs, tuple) and all(isinstance(spec, SamplerSpec) for spec in record.specs)
+    _require(declared, "specs must be a tuple of SamplerSpec", "specs", record.specs, "One a sampler, or ().")
     if record.candidates is not None:
         _check_candidate_lengths(record)
 
@@ -131,14 +137,58 @@ def _check_candidate_lengths(record: SamplerRecord) -> None:
 def check_record(
     record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None, sequence_ids: Tensor | None
 ) -> None:
-    """Run every check and raise `RecordError` for the first that fails."""
+    """Run every check and raise `RecordError` for the first that fails.
+
+    On a CPU a long record is checked some tokens at a time, in bounded memory; elsewhere at once, with one
+    host sync.
+    """
     check_lengths(record)
     if sequence_ids is not None and sequence_ids.shape != record.tokens.shape:
         raise ValueError(f"sequence_ids must be [T] = ({len(record)},), got {tuple(sequence_ids.shape)}")
+    as_mask(loss_mask, record.tokens)
+    candidates = record.candidates
+    if candidates is None or candidates.ids.device.type != "cpu" or len(candidates.ids) <= CHECKED_AT_ONCE:
+        _raise_failed(_checks(record, vocab_size, loss_mask), sequence_ids)
+        return
+    _raise_failed(_safe_offsets(candidates.offsets, len(candidates.ids))[1], sequence_ids)
+    begin, total = 0, len(record)
+    while begin < total:
+        reach = candidates.offsets[begin] + CHECKED_AT_ONCE
+        end = max(begin + 1, int(torch.searchsorted(candidates.offsets, reach, right=True)) - 1)
+        own = [None if field is None else field[begin:end] for field in (loss_mask, sequence_ids)]
+        try:
+            _raise_failed(_checks(_piece(record, begin, end), vocab_size, own[0]), own[1])
+        except RecordError as error:
+            assert error.token is not None, "every check of values names its token"
+            raise error.at(token=error.token + begin) from None
+        begin = end
+
+
+def _piece(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
+    """Tokens ``[begin, end)`` as views; ``SamplerRecord.select`` would copy them."""
+    part, candidates = slice(begin, end), record.candidates
+    assert candidates is not None
+    fields = {name: getattr(record, name) for name in _PER_TOKEN}
+    own = slice(int(candidates.offsets[begin]), int(candidates.offsets[end]))
+    rows = CandidateSet(
+        candidates.ids[own],
+        None if candidates.logprobs is None else candidates.logprobs[own],
+        candidates.offsets[begin : end + 1] - own.start,
+        candidates.complete[part],
+    )
+    cut = {name: value[part] for name, value in fields.items() if isinstance(value, Tensor)}
+    return replace(record, candidates=rows, **cut)
+
+
+def _checks(record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None) -> list[Check]:
     trained = as_mask(loss_mask, record.tokens)
     checks = _mask_checks(loss_mask) + _token_checks(record, vocab_size, trained)
     if record.candidates is not None:
         checks += _candidate_checks(record, vocab_size, trained)
+    return checks
+
+
+def _raise_failed(checks: list[Check], sequence_ids: Tensor | None) -> None:
     failed = torch.stack([check.bad.any() for check in checks]).tolist()  # the one host sync
     for check, hit in zip(checks, failed, strict=True):
         if hit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
+from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.storage import same_record, save
 
 pytest.importorskip("safetensors", reason="needs the records extra")
@@ -51,7 +53,15 @@ def mixed() -> oc.SamplerRecord:
     return oc.SamplerRecord.concat(records)
 
 
+SPECS = (
+    SamplerSpec(engine="sglang", logprobs="support", temperature=0.8, top_p=0.95, top_k=512, group="h100",
+                weights="fp8", kv_cache="fp8", architecture="sm90", tokenizer_hash="ab", vocab_size=151_936),
+    SamplerSpec(engine="vllm", logprobs="processed", temperature=0.8, group="b200", constrained=True),
+)  # fmt: skip
+
+
 RECORDS = {
+    "specs": lambda: dataclasses.replace(heads(5, 2), specs=SPECS),
     "heads": lambda: heads(50, 8),
     "mixed": mixed,
     "ids alone": lambda: oc.SamplerRecord(
@@ -71,9 +81,10 @@ RECORDS = {
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_record_comes_back_bit_for_bit(kind: str, verify: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_record_comes_back_bit_for_bit(kind: str, verify: bool, compact: bool, tmp_path: Path) -> None:
     record = RECORDS[kind]()
-    record.save(tmp_path / "r.safetensors")
+    record.save(tmp_path / "r.safetensors", compact)
     assert same_record(oc.SamplerRecord.load(tmp_path / "r.safetensors", verify=verify), record)
     assert [p.name for p in tmp_path.iterdir()] == ["r.safetensors"]
 
@@ -90,6 +101,21 @@ def test_same_record_sees_differences() -> None:
     assert same_record(record, heads(4, 2)) and not any(same_record(record, other) for other in others)
     plain = [oc.SamplerRecord(record.tokens, temperature=t) for t in (0.7, 0.8)]
     assert not same_record(*plain)
+    assert not same_record(record, dataclasses.replace(record, specs=SPECS))
+
+
+@pytest.mark.parametrize(("compact", "per_candidate"), [(False, 8), (True, 7)])
+def test_columns_of_small_integers_take_few_bytes(
+    compact: bool, per_candidate: int, tmp_path: Path
+) -> None:
+    count, size = 4000, 8
+    record = dataclasses.replace(heads(count, size), temperature=0.8)
+    ids = record.candidates.ids.int() + 100_000  # beyond two bytes, as a large vocabulary's are
+    ids[0], record.tokens[0] = 0, 150_000
+    record = dataclasses.replace(record, candidates=dataclasses.replace(record.candidates, ids=ids))
+    record.save(tmp_path / "r", compact)
+    # token 3, log-prob 4, number of candidates 1, group 1, weight version 1, complete 0
+    assert (tmp_path / "r").stat().st_size < count * (10 + per_candidate * size) + 2000
 
 
 @pytest.mark.parametrize("kind", ["mixed", "names"])
@@ -132,7 +158,16 @@ def rewrite(path: Path, **changes: Any) -> None:
     save_file(load_file(path), path, {"header": text, "header_crc32": str(zlib.crc32(text.encode()))})
 
 
-@pytest.mark.parametrize("changes", [{"version": 2}, {"format": "other"}, {"tensors": {}}])
+TOKENS = {"dtype": "int64", "size": 3, "least": 1, "width": 1}
+WRONG_HEADERS: list[dict[str, Any]] = [
+    {"version": 1}, {"version": 3}, {"format": "other"}, {"tensors": {}}, {"columns": {}}, {"columns": 3},
+    {"columns": {"tokens": TOKENS | {"size": 4}}}, {"columns": {"tokens": TOKENS | {"dtype": "float32"}}},
+    {"specs": 3}, {"specs": [{"engine": "vllm"}]}, {"specs": [{"engine": "vllm", "logprobs": "raw", "top_p": 0.9}]},
+    {"specs": [{"engine": "vllm", "logprobs": "raw", "invented": 1}]}, {"group_names": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", WRONG_HEADERS, ids=str)
 def test_other_versions_and_formats_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r"
     mixed().save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -41,9 +42,7 @@ def test_a_table_comes_back_as_the_record(kind: str, tmp_path: Path) -> None:
         assert torch.equal(back.tokens, record.tokens)
         same_temperature = torch.as_tensor(back.temperature) == torch.as_tensor(record.temperature)
         assert bool(same_temperature.all())
-        plain = [oc.SamplerRecord(r.tokens, r.logprobs, r.candidates, 1.0, r.group, r.group_names,
-                                  r.weight_version, r.version_names) for r in (back, record)]  # fmt: skip
-        assert same_record(*plain)
+        assert same_record(*(dataclasses.replace(r, temperature=1.0) for r in (back, record)))
 
 
 def test_masked_tokens_may_be_missing_and_trained_ones_may_not() -> None:
@@ -55,7 +54,7 @@ def test_masked_tokens_may_be_missing_and_trained_ones_may_not() -> None:
 
 def test_damaged_tables_are_refused() -> None:
     table = to_arrow(mixed())
-    keep = {b"offpolicy_corr.table": b"1"}
+    keep = table.schema.metadata
     wrong = {
         "tokens": pyarrow.array([[1.5, 3.0, 8.0]]),
         "logprobs": pyarrow.array([[-0.5, -0.1]]),
@@ -74,6 +73,10 @@ def test_damaged_tables_are_refused() -> None:
             from_arrow(table.drop_columns([name]))
     with pytest.raises(oc.RecordError, match="not a table of records"):
         from_arrow(table.replace_schema_metadata({}))
+    for specs in (b"", b"{", b"3", b'[{"engine": "vllm"}]'):
+        with pytest.raises(oc.RecordError) as caught:
+            from_arrow(table.replace_schema_metadata(keep | {b"offpolicy_corr.specs": specs}))
+        assert caught.value.field in ("schema", "specs")
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
