@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
 from offpolicy_corr.candidates import CandidateSet
-from offpolicy_corr.errors import RecordError
 from offpolicy_corr.missing import SENTINEL, is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec

@@ -14,8 +14,16 @@ from typing import Any
 from .errors import RecordError
 
 SEMANTICS = ("raw", "temperature", "processed", "support")
-TEXTS = ("group", "engine_version", "weights", "activations", "kv_cache", "scale_format", "architecture", "kernels")
-TEXTS += ("sampling_backend", "speculative", "tokenizer_hash")
+NUMERICS = (
+    "weights",
+    "activations",
+    "kv_cache",
+    "scale_format",
+    "architecture",
+    "kernels",
+    "sampling_backend",
+)
+TEXTS = (*NUMERICS, "group", "engine_version", "speculative", "tokenizer_hash")
 LOGIT_MODES = ("raw_logits", "processed_logits")
 VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM raises a positive temperature below this to it, silently
 VLLM_UNSCALED_PROCESSED = (0, 10, 0)  # the last vLLM whose processed log-probs left temperature out
@@ -250,8 +258,7 @@ def check_fleet(specs: Sequence[SamplerSpec], strict: bool = True) -> None:
                 )
             continue
         seen = named.setdefault(spec.group, spec)
-        numerics = ("engine", "weights", "activations", "kv_cache", "architecture", "kernels")
-        differing = [name for name in numerics if getattr(seen, name) != getattr(spec, name)]
+        differing = [name for name in ("engine", *NUMERICS) if getattr(seen, name) != getattr(spec, name)]
         if differing:
             remedy = f"They differ in {', '.join(differing)}: give each its own name."
             raise RecordError(

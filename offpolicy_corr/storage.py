@@ -1,7 +1,9 @@
 """Records on disk: one safetensors file each, memory-mapped, with a versioned header and checksums.
 
 Nothing is rounded. Candidates are mapped as they are; the columns with one integer a token take as few bytes as
-their values need (a column of equal values takes none) and are unpacked on loading. A file is complete or absent: it is written beside its place, flushed, and renamed. Every byte that matters is
+their values need (a column of equal values takes none) and are unpacked on loading.
+
+A file is complete or absent: it is written beside its place, flushed, and renamed. Every byte that matters is
 covered by a checksum, so a truncated or corrupt file raises instead of training.
 """
 
@@ -183,7 +185,9 @@ def _checked_header(metadata: dict[str, str]) -> dict[str, Any]:
     if header.get("format") != FORMAT:
         raise RecordError("another format", field="file", value=header.get("format"), remedy=REMEDY)
     if header.get("version") != VERSION:
-        remedy = f"This release reads version {VERSION}: use the release that wrote the file, or write it again."
+        remedy = (
+            f"This release reads version {VERSION}: use the release that wrote the file, or write it again."
+        )
         raise RecordError("another version", field="file", value=header.get("version"), remedy=remedy)
     return header
 

@@ -176,7 +176,7 @@ def _piece(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
         candidates.offsets[begin : end + 1] - own.start,
         candidates.complete[part],
     )
-    cut = {name: value[part] for name, value in fields.items() if isinstance(value, Tensor)}
+    cut: dict[str, Any] = {name: value[part] for name, value in fields.items() if isinstance(value, Tensor)}
     return replace(record, candidates=rows, **cut)
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
+from offpolicy_corr import validation
+from offpolicy_corr.spec import SamplerSpec
 from support import ENTRANCES, Problem, gradient_through
 
 
@@ -119,6 +121,26 @@ def test_faults_are_named_with_place_and_remedy(name: str) -> None:
     assert (error.token, error.field, error.sample) == (token, field, [5, 5, 8][token])
     assert error.value is not None and error.remedy is not None and remedy in error.remedy
     assert re.search(rf"sample {error.sample}, token {token}, field {field}, value ", str(error))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_long_record_is_checked_in_pieces_and_says_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = oc.SamplerRecord.concat([good(), FAULTS[name][0], good()])
+    if "offsets" in FAULTS[name][2]:
+        whole = FAULTS[name][0]  # nothing else can be joined to it
+    options: dict[str, Any] = {"vocab_size": 9, "sequence_ids": torch.arange(len(whole)) * 2}
+    said = []
+    for size in (1 << 19, 2, 1):
+        monkeypatch.setattr(validation, "CHECKED_AT_ONCE", size)
+        with pytest.raises(oc.RecordError) as caught:
+            whole.validate(**options)
+        said.append(str(caught.value))
+        if len(whole) > 3:
+            whole.validate(vocab_size=9, loss_mask=torch.arange(9) != 3 + FAULTS[name][1])
+            good().validate(vocab_size=9)
+    assert len(set(said)) == 1
 
 
 @pytest.mark.parametrize("name", [n for n, fault in FAULTS.items() if "offsets" not in fault[2]])
@@ -326,6 +348,22 @@ def test_concat_merges_names_and_fills_what_may_be_missing() -> None:
             oc.SamplerRecord.concat([good(), broken])
     with pytest.raises(ValueError, match="at least one"):
         oc.SamplerRecord.concat([])
+
+
+def test_specs_travel_with_the_record() -> None:
+    a, b = (
+        SamplerSpec(engine="vllm", logprobs="processed", group=g, tokenizer_hash="x")
+        for g in ("b200", "h100")
+    )
+    both = oc.SamplerRecord.concat([good(specs=(a,)), good(), good(specs=(b, a))])
+    assert both.specs == (a, b)
+    assert both.select(torch.tensor([0])).specs == both.to("cpu").specs == (a, b)
+    other = dataclasses.replace(b, tokenizer_hash="y")
+    with pytest.raises(oc.RecordError, match="tokenizer_hash"):
+        oc.SamplerRecord.concat([good(specs=(a,)), good(specs=(other,))])
+    for wrong in ([a], ("h100",), None):
+        with pytest.raises(oc.RecordError, match="tuple of SamplerSpec"):
+            good(specs=wrong).validate()
 
 
 def test_concat_keeps_one_temperature_a_number() -> None:

@@ -105,9 +105,7 @@ def test_same_record_sees_differences() -> None:
 
 
 @pytest.mark.parametrize(("compact", "per_candidate"), [(False, 8), (True, 7)])
-def test_columns_of_small_integers_take_few_bytes(
-    compact: bool, per_candidate: int, tmp_path: Path
-) -> None:
+def test_columns_of_small_integers_take_few_bytes(compact: bool, per_candidate: int, tmp_path: Path) -> None:
     count, size = 4000, 8
     record = dataclasses.replace(heads(count, size), temperature=0.8)
     ids = record.candidates.ids.int() + 100_000  # beyond two bytes, as a large vocabulary's are
