@@ -16,7 +16,7 @@ from offpolicy_corr.candidates import CandidateSet
 from offpolicy_corr.missing import SENTINEL, is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.statistics import RecordWarning, warn_unwitnessed_zeros
+from offpolicy_corr.statistics import RecordWarning, unwitnessed_zero_runs, warn_unwitnessed_zeros
 from offpolicy_corr.validation import SAME_VALUE
 from offpolicy_corr.versions import Span, versions_from_spans
 
@@ -133,8 +133,6 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
     if spec.truncates and rows is None:
         remedy = "Ask for the support: see request_parameters(spec). An aborted request can come without it."
         raise fail("truncated sampling without support", answer.rows_field, None, remedy, 0)
-    missing = _missing(answer, on_missing)
-    logprobs = np.where(missing, np.float32(np.nan), answer.logprobs)
     count = len(answer.tokens)
     spans = answer.spans
     if weight_version is not None:
@@ -145,7 +143,7 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
     version, names = versions_from_spans(spans, count)
     record = SamplerRecord(
         torch.from_numpy(answer.tokens),
-        torch.from_numpy(logprobs),
+        torch.from_numpy(answer.logprobs),
         None if rows is None else _candidates(rows),
         float(spec.temperature),
         None if spec.group is None else torch.zeros(count, dtype=torch.int64),
@@ -154,10 +152,15 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
         names,
         (spec,),
     )
+    missing = _missing(answer, record, on_missing)
     mask = torch.from_numpy(~missing) if missing.any() else None
+    if mask is not None:
+        record = replace(record, logprobs=torch.from_numpy(answer.logprobs).masked_fill(~mask, torch.nan))
     record.validate(spec.vocab_size, mask)
     if rows is not None:
-        _check_outside(answer.tokens, logprobs, rows, answer.rows_field)
+        _check_outside(
+            answer.tokens, np.where(missing, np.float32(np.nan), answer.logprobs), rows, answer.rows_field
+        )
     warn_unwitnessed_zeros(record, mask, stacklevel=4)
     prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
     return Turn(record, prompt, spec, finish_reason=answer.finish_reason, truncated=answer.truncated)
@@ -169,20 +172,24 @@ def _candidates(rows: Rows) -> CandidateSet:
     return CandidateSet(torch.from_numpy(rows.ids), logprobs, offsets, complete)
 
 
-def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
+def _missing(answer: Answer, record: SamplerRecord, on_missing: str) -> NDArray[np.bool_]:
     """bool [T]. Raises for the first missing value, or warns with their number."""
-    own = is_missing(answer.logprobs)
+    rows, own = answer.rows, answer.logprobs
     found: list[tuple[NDArray[np.bool_], str, str, NDArray[np.float32] | None]]
-    found = [(own, answer.field, "log-prob is missing", answer.logprobs)]
-    rows = answer.rows
+    found = [(is_missing(own), answer.field, "log-prob is missing", own)]
     if rows is not None and rows.absent is not None:
         found.append((rows.absent, answer.rows_field, "candidates are missing", None))
-    if rows is not None and rows.logprobs is not None and np.isnan(rows.logprobs).any():
-        owner = np.repeat(np.arange(len(own)), np.diff(rows.offsets))
-        broken = np.zeros(len(own), dtype=np.bool_)
-        broken[owner[np.isnan(rows.logprobs)]] = True
-        found.append((broken, answer.rows_field, "a candidate's log-prob is missing", None))
+    if rows is not None and rows.logprobs is not None:
+        if np.isnan(rows.logprobs).any():
+            owner = np.repeat(np.arange(len(own)), np.diff(rows.offsets))
+            broken = np.zeros(len(own), dtype=np.bool_)
+            broken[owner[np.isnan(rows.logprobs)]] = True
+            found.append((broken, answer.rows_field, "a candidate's log-prob is missing", None))
+        problem = "log-prob is missing: 0.0 stands for it, and the token's candidates say otherwise"
+        found.append((_contradicted_zeros(answer.tokens, own, rows), answer.field, problem, own))
     missing: NDArray[np.bool_] = np.logical_or.reduce([mask for mask, *_ in found])
+    if on_missing == "mask":  # a mere suspicion, which only warns by default
+        missing |= unwitnessed_zero_runs(record, torch.from_numpy(~missing)).numpy()
     if not missing.any():
         return missing
     for mask, field, problem, values in found:
@@ -194,6 +201,23 @@ def _missing(answer: Answer, on_missing: str) -> NDArray[np.bool_]:
     problem = f"{int(missing.sum())} of {len(missing)} tokens have no log-prob and must be masked"
     warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=5)
     return missing
+
+
+def _contradicted_zeros(
+    tokens: NDArray[np.int64], logprobs: NDArray[np.float32], rows: Rows
+) -> NDArray[np.bool_]:
+    """bool [T]: log-probs of exactly 0.0 in whose rows the token is not (nearly) certain."""
+    assert rows.logprobs is not None
+    found = np.zeros(len(tokens), dtype=np.bool_)
+    zero = np.flatnonzero((logprobs == 0) & (np.diff(rows.offsets) > 0))
+    counts = np.diff(rows.offsets)[zero]
+    starts = offsets_of(counts)
+    at = np.arange(starts[-1]) + np.repeat(rows.offsets[:-1][zero] - starts[:-1], counts)
+    owner = np.repeat(zero, counts)
+    certain = (rows.ids[at] == tokens[owner]) & ~(rows.logprobs[at] < -SAME_VALUE[1])
+    found[zero] = True
+    found[owner[certain]] = False
+    return found
 
 
 def _check_outside(tokens: NDArray[np.int64], logprobs: NDArray[np.float32], rows: Rows, field: str) -> None:

@@ -52,7 +52,9 @@ def read_generate(
         response: the parsed JSON, or its bytes.
         spec: what the server's log-probs mean.
         on_missing: ``"raise"``, or ``"mask"``: tokens without a log-prob hold NaN and `missing_tokens` finds
-            them; they must leave the loss mask, and a `RecordWarning` gives their number.
+            them; they must leave the loss mask, and a `RecordWarning` gives their number. A run of exact 0.0 at
+            an answer's end that no candidate supports only warns under ``"raise"``, and is masked too under
+            ``"mask"``.
         weight_version: the version of all tokens where the server sends no spans. The scalar
             ``weight_version`` of a response is the server's at the end and may be newer than the tokens, so
             it is not used.

@@ -49,7 +49,9 @@ def read_output(
         output: vLLM's object, or the list that ``LLM.generate`` returns; dict rows or ``FlatLogprobs``.
         spec: what the server's log-probs mean.
         on_missing: ``"raise"``, or ``"mask"``: tokens without a log-prob hold NaN and `missing_tokens` finds
-            them; they must leave the loss mask, and a `RecordWarning` gives their number.
+            them; they must leave the loss mask, and a `RecordWarning` gives their number. A run of exact 0.0 at
+            an answer's end that no candidate supports only warns under ``"raise"``, and is masked too under
+            ``"mask"``.
         weight_version: the version of all tokens where the engine reports no spans.
         top_logprobs: the number that was requested. Rows usually tell it; saying it settles the size of the
             heads.
@@ -247,6 +249,7 @@ def _from_choice(choice: dict[str, Any], spec: SamplerSpec, requested: int | Non
         rows = vllm_rows.sampled_first(rows, tokens)
         own = vllm_rows.sampled_values(rows, tokens)
         differ = ~np.isnan(own) & ~(np.abs(own - values) <= 1e-5 + 1e-4 * np.abs(values)) & (values > -9999.0)
+        differ &= values != 0  # 0.0 may stand for a missing value: `finish` looks
         if differ.any():
             position = int(differ.argmax())
             remedy = "Both must be the token's own value."

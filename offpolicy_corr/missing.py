@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from .record import SamplerRecord
 
-# −9999 (vLLM's HTTP shapes, SkyRL), −99999 (Tinker), −3.4e38 (SGLang's clamp) and −inf all lie at or below
-# this. # No float32 softmax yields such a value for a token that was really drawn. JSON null and NaN arrive
-# as NaN. The # sixth disguise, an exact 0.0, cannot be told by its value: see
-# `statistics.find_unwitnessed_zeros`.
+# −9999 (vLLM's HTTP shapes, SkyRL), −99999 (Tinker), −3.4e38 (SGLang's clamp) and −inf lie at or below this; no
+# float32 softmax yields such a value for a token that was really drawn. JSON null and NaN arrive as NaN. The sixth
+# disguise, an exact 0.0, is also what a certain token has: only what stands beside it tells (the readers compare it
+# with the token's candidates; `statistics.unwitnessed_zero_runs` finds runs of it without any).
 SENTINEL = -9999.0
 
 

@@ -173,41 +173,47 @@ def inspect(
     return report
 
 
-def find_unwitnessed_zeros(
+def unwitnessed_zero_runs(
     record: SamplerRecord, loss_mask: Tensor | None = None, sequence_ids: Tensor | None = None, run: int = 2
-) -> list[Finding]:
-    """Samples whose last ``run`` or more log q are exactly 0.0 with nothing in the record that says so.
+) -> Tensor:
+    """Tokens of runs of exact 0.0 that end a sample with nothing in the record that says so: bool ``[T]``.
 
     Frameworks fill missing values with 0.0, and 0.0 is also a true log q where one candidate survived. A
     support of one id, or an entry of at least −1e-6 among the candidates, is the witness that tells them
-    apart.
+    apart. A run has at least ``run`` tokens.
     """
-    if record.logprobs is None or len(record) == 0:
-        return []
+    found = torch.zeros_like(record.tokens, dtype=torch.bool)
     trained = as_mask(loss_mask, record.tokens)
-    trained = torch.ones_like(record.tokens, dtype=torch.bool) if trained is None else trained
+    trained = ~found if trained is None else trained
+    suspicious = trained if record.logprobs is None else trained & (record.logprobs == 0)
+    if record.logprobs is None or not bool(suspicious.any()):
+        return found
+    suspicious = suspicious & ~_witnessed(record)
     sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids
-    suspicious = trained & (record.logprobs == 0)
-    if not bool(suspicious.any()):
-        return []
-    suspicious &= ~_witnessed(record)
     order = sequence.argsort(stable=True)
     order = order[trained[order]]
-    owner, zero = sequence[order], suspicious[order]
+    zero, position = suspicious[order], torch.arange(len(order), device=order.device)
+    _, sample = torch.unique_consecutive(sequence[order], return_inverse=True)
+    other = torch.where(zero, -1, position)
+    last_other = torch.full_like(other, -1).scatter_reduce(0, sample, other, "amax")  # one slot a sample
+    trailing = zero & (position > last_other[sample])
+    length = torch.zeros_like(other).index_add(0, sample, trailing.long())
+    found[order] = trailing & (length[sample] >= run)
+    return found
+
+
+def find_unwitnessed_zeros(
+    record: SamplerRecord, loss_mask: Tensor | None = None, sequence_ids: Tensor | None = None, run: int = 2
+) -> list[Finding]:
+    """One finding for each sample that `unwitnessed_zero_runs` marks."""
+    marked = unwitnessed_zero_runs(record, loss_mask, sequence_ids, run).nonzero().squeeze(1)
+    owner = torch.zeros_like(marked) if sequence_ids is None else sequence_ids[marked]
     found = []
-    position = torch.arange(len(order), device=order.device)
-    last_other = torch.where(zero, -1, position).cummax(0).values
-    ends = torch.ones_like(zero)
-    ends[:-1] = owner[1:] != owner[:-1]
-    starts = torch.ones_like(zero)
-    starts[1:] = ends[:-1]
-    first = torch.where(starts, position, 0).cummax(0).values
-    length = position - torch.maximum(last_other, first - 1)
-    for place in ((length >= run) & ends).nonzero().squeeze(1).tolist():
-        token = int(order[place])
-        count, sample = int(length[place]), int(owner[place])
-        message = f"sample {sample} ends in {count} log-probs of exactly 0.0 that nothing else supports"
-        found.append(Finding("unwitnessed_zeros", _name(record, token), message, value=float(count)))
+    for sample in torch.unique(owner).tolist():
+        tokens = marked[owner == sample]
+        message = f"sample {sample} ends in {len(tokens)} log-probs of exactly 0.0 that nothing else supports"
+        group = _name(record, int(tokens[-1]))
+        found.append(Finding("unwitnessed_zeros", group, message, value=float(len(tokens))))
     return found
 
 

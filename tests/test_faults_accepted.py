@@ -71,21 +71,64 @@ def test_24_engines_filter_in_different_order_and_both_supports_stand() -> None:
     assert ours.candidates.complete.all() and theirs.candidates.complete.all()
 
 
-@pytest.mark.parametrize("disguise", [None, math.nan, -9999.0, -99999.0, MINUS_MAX, -math.inf])
-def test_27_masked_missing_value_leaves_loss_and_denominator(disguise: float | None) -> None:
-    with pytest.raises(oc.RecordError, match="missing"):
-        generate(answers.sglang([1, 2, 3], [-0.1, disguise, -0.2]))
+HEADS = [
+    [[-0.1, 1, None], [-3.0, 9, None]],
+    [[-0.7, 2, None], [-0.8, 9, None]],
+    [[-0.2, 3, None], [-2.0, 9, None]],
+]
+DISGUISES: dict[str, Any] = {
+    "null": (None, None), "NaN": (math.nan, None), "-9999": (-9999.0, None), "-99999": (-99999.0, None),
+    "clamp": (MINUS_MAX, None), "-inf": (-math.inf, None), "0.0": (0.0, HEADS), "0.0 in the tail": (
+        0.0, [HEADS[0], [[-0.5, 7, None], [-2.0, 9, None]], HEADS[2]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["token-mean", "sequence-mean", "sum"])
+@pytest.mark.parametrize("name", DISGUISES)
+def test_27_28_29_31_every_disguise_raises_or_leaves_loss_and_denominator(name: str, reduction: str) -> None:
+    value, heads = DISGUISES[name]
+    response = answers.sglang([1, 2, 3], [-0.1, value, -0.2], heads)
+    with pytest.raises(oc.RecordError, match="missing") as caught:
+        generate(response)
+    assert (caught.value.token, caught.value.field) == (1, "output_token_logprobs")
     with pytest.warns(RecordWarning, match="1 of 3 tokens"):
-        read = generate(answers.sglang([1, 2, 3], [-0.1, disguise, -0.2]), on_missing="mask")
+        read = generate(response, on_missing="mask")
     missing = missing_tokens(read)
     assert missing.tolist() == [False, True, False]
-    logits = torch.randn(3, 100, requires_grad=True)
-    options: dict[str, Any] = {"correction": oc.Correction(center=False)}
+    logits, keep = torch.randn(3, 100), torch.tensor([0, 2])
+    options: dict[str, Any] = {"correction": oc.Correction(center=heads is not None), "reduction": reduction}
     with pytest.raises(oc.RecordError):  # forgotten: refused, not trained
-        oc.policy_loss(logits, read, torch.ones(3), **options)
-    loss = oc.policy_loss(logits, read, torch.ones(3), loss_mask=~missing, **options).loss
-    rest = oc.policy_loss(logits[[0, 2]], read.select(torch.tensor([0, 2])), torch.ones(2), **options).loss
+        oc.policy_loss(logits, read, torch.ones(3), sequence_ids=torch.tensor([0, 0, 1]), **options)
+    loss = oc.policy_loss(
+        logits, read, torch.ones(3), loss_mask=~missing, sequence_ids=torch.tensor([0, 0, 1]), **options
+    ).loss
+    rest = oc.policy_loss(
+        logits[keep], read.select(keep), torch.ones(2), sequence_ids=torch.tensor([0, 1]), **options
+    ).loss
     assert loss.item() == pytest.approx(rest.item(), rel=1e-6)
+    assert oc.global_denominator(~missing) == 2
+
+
+def test_31_a_masked_run_of_zeros_is_counted() -> None:
+    response = answers.sglang([1, 2, 3, 4, 5], [0.0, -0.2, 0.0, 0.0, None])
+    with pytest.warns(RecordWarning, match="3 of 5 tokens"):
+        read = generate(response, on_missing="mask")
+    assert missing_tokens(read).tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("read", ["chat", "generate"])
+def test_31_a_zero_that_vllm_rows_contradict_is_missing(read: str) -> None:
+    rows = [[(5, -0.5, 1), (9, -2.0, 2)], [(7, -0.3, 1), (6, -2.2, 2)]]
+    response = answers.vllm_generate([5, 7], rows)
+    content = response["choices"][0]["logprobs"]["content"]
+    content[1]["logprob"] = 0.0
+    if read == "chat":
+        for entry in [*content, *(top for one in content for top in one["top_logprobs"])]:
+            entry["token"] = f"token_id:{entry.pop('token_id')}"
+    with pytest.raises(oc.RecordError, match="missing: 0.0"):
+        vllm.read_json(response, PLAIN)
+    with pytest.warns(RecordWarning, match="1 of 2 tokens"):
+        assert missing_tokens(vllm.read_json(response, PLAIN, on_missing="mask")).tolist() == [False, True]
 
 
 def test_29_clamp_within_a_head_is_dropped() -> None:
