@@ -207,6 +207,11 @@ def _head_size(
         return 0
     sizes, own = counts[usable], ranks[rows.offsets[:-1][usable]]
     if rows.ranks is None and rows.cut:
+        odd = usable & (counts != sizes.max())
+        if odd.any():
+            position = int(odd.argmax())
+            remedy = "This shape cuts every row to the request: the response is damaged."
+            raise fail("rows of different length", "logprobs", int(counts[position]), remedy, position)
         return int(sizes.min()) - 1
     decided = own != sizes
     if rows.ranks is None:

@@ -131,8 +131,9 @@ def test_31_a_zero_that_vllm_rows_contradict_is_missing(read: str) -> None:
         assert missing_tokens(vllm.read_json(response, PLAIN, on_missing="mask")).tolist() == [False, True]
 
 
-def test_29_clamp_within_a_head_is_dropped() -> None:
-    read = generate(answers.sglang([5], [-0.1], [[[-0.1, 5, None], [MINUS_MAX, 6, None]]]))
+@pytest.mark.parametrize("filler", [[MINUS_MAX, 6, None], [-9999.0, 6, None], [-99999.0, 0, None]])
+def test_29_filler_within_a_head_is_dropped(filler: list[Any]) -> None:
+    read = generate(answers.sglang([5], [-0.1], [[[-0.1, 5, None], filler, filler]]))
     assert read.candidates.ids.tolist() == [5]
 
 
