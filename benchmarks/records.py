@@ -4,7 +4,8 @@
 
 ``--large`` reads one 262,144-token answer with k = 128 in flat base64 in a process of its own, and reports
 seconds and the memory beyond the response. Adaptive heads (`CandidateSet.trim`) are compared with fixed k on
-rows of low and high entropy, with the certificate that each costs. Everything runs on one core.
+synthetic rows of low and high entropy: bytes of the saved file, and the certificate that each costs. Everything
+runs on one core.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import base64
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,33 +157,54 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
     return rows
 
 
-def record_bytes(candidates: oc.CandidateSet) -> float:
-    """Bytes a token of a set as int32 ids, float32 log-probs and one int32 count a row."""
-    return (8 * candidates.ids.numel() + 4 * len(candidates)) / len(candidates)
+def text_like(
+    tokens: int, median: float, spread: float, seed: int = 3
+) -> tuple[oc.SamplerRecord, torch.Tensor]:
+    """A fleet's record with heads of 128, and the entropy (nats) of each token's distribution.
 
-
-def text_like(tokens: int, median: float, spread: float, seed: int = 3) -> oc.CandidateSet:
-    """Heads of 128 of rows p ∝ rank^−s, with s log-normal from row to row.
-
-    ``median=5, spread=0.45`` has the supports published for reasoning at top_p = 0.97 (46 % singletons,
-    median 2, prime-rl #2979) with a lighter mean and 99th percentile (4.5 and 42 against 8 and 82).
+    Rows are p ∝ rank^−s over 4096 ids, with s log-normal from row to row. ``median=5, spread=0.45`` has the
+    supports published for reasoning at top_p = 0.97 (46 % singletons, median 2, prime-rl #2979) with a lighter
+    mean and 99th percentile (4.5 and 42 against 8 and 82).
     """
     generator = torch.Generator().manual_seed(seed)
     steepness = median * (spread * torch.randn(tokens, 1, generator=generator)).exp()
-    logprobs = (-steepness * torch.arange(1, 4097).log()).log_softmax(1)[:, :128]
-    return oc.CandidateSet.from_topk(torch.arange(128).repeat(tokens, 1), logprobs)
+    logprobs = (-steepness * torch.arange(1, 4097).log()).log_softmax(1)
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    first = torch.randint(VOCAB, (tokens, 1), generator=generator)
+    ids = (first + 7919 * torch.arange(4096)) % VOCAB  # distinct within a row: the step is prime to the size
+    drawn = torch.multinomial(logprobs.exp(), 1, generator=generator)
+    record = oc.SamplerRecord(
+        ids.gather(1, drawn).squeeze(1),
+        logprobs.gather(1, drawn).squeeze(1),
+        oc.CandidateSet.from_topk(ids[:, :128].int(), logprobs[:, :128]),
+        group=torch.arange(tokens) * 8 // tokens,
+        group_names=tuple(f"group {index}" for index in range(8)),
+        weight_version=40 + torch.arange(tokens) * 3 // tokens,
+    )
+    return record.validate(VOCAB), entropy
 
 
-def adaptive_heads(tokens: int) -> list[tuple[str, str, float, float, float]]:
-    """(text, head, bytes a token, mean mass, mean certificate of `MaskedIS`)."""
+def file_bytes(record: oc.SamplerRecord, compact: bool) -> float:
+    """Bytes a token of the whole file that ``record.save`` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record"
+        record.save(path, compact)
+        return path.stat().st_size / len(record)
+
+
+def adaptive_heads(text: oc.SamplerRecord) -> list[tuple[str, float, float, float, float, float]]:
+    """(head, candidates a token, bytes a token in the file and in the compact file, mean mass, mean certificate
+    of `MaskedIS`)."""
+    full = text.candidates
+    assert full is not None
+    choices = {"k = 128": full, "k = 20": full.trim(1.0, 20)}
+    choices |= {f"mass {mass}": full.trim(mass) for mass in (0.99, 0.999, 0.9999)}
     rows = []
-    for text, median, spread in TEXTS:
-        full = text_like(tokens, median, spread)
-        choices = {"k = 128": full, "k = 20": full.trim(1.0, 20)}
-        choices |= {f"mass {mass}": full.trim(mass) for mass in (0.99, 0.999, 0.9999)}
-        for name, head in choices.items():
-            certificate = float(head.certificate(oc.MaskedIS()).mean())
-            rows.append((text, name, record_bytes(head), float(head.mass().mean()), certificate))
+    for name, head in choices.items():
+        record = replace(text, candidates=head)
+        sizes = file_bytes(record, False), file_bytes(record, True)
+        certificate = float(head.certificate(oc.MaskedIS()).mean())
+        rows.append((name, len(head.ids) / len(head), *sizes, float(head.mass().mean()), certificate))
     return rows
 
 
@@ -223,9 +248,16 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'form':28} {'B/token':>9} {'parse µs':>9} {'read µs':>9}")
     for name, size, parsing, reading in wire_forms(options.tokens, options.width):
         print(f"{name:28} {size:9.0f} {parsing:9.2f} {reading:9.2f}")
-    print(f"\n{'text':14} {'head':12} {'B/token':>9} {'mass':>9} {'certificate':>12}")
-    for text, head, size, mass, certificate in adaptive_heads(options.tokens):
-        print(f"{text:14} {head:12} {size:9.1f} {mass:9.5f} {certificate:12.2e}")
+    print(
+        "\nSynthetic text; whole files of a fleet's record: tokens, log-probs, groups, versions, candidates."
+    )
+    for text, median, spread in TEXTS:
+        record, entropy = text_like(options.tokens, median, spread)
+        middle = float(entropy.median())
+        print(f"\n{text}: entropy {float(entropy.mean()):.2f} nats on average, {middle:.2f} in the middle")
+        print(f"{'head':12} {'ids':>7} {'B/token':>9} {'compact':>9} {'mass':>9} {'certificate':>12}")
+        for head, ids, size, compact, mass, certificate in adaptive_heads(record):
+            print(f"{head:12} {ids:7.2f} {size:9.1f} {compact:9.1f} {mass:9.5f} {certificate:12.2e}")
     if options.large:
         command = [sys.executable, "-m", "offpolicy_corr.benchmarks.records", "--only-large"]
         reply = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from offpolicy_corr.errors import RecordError
+
 from ._arrays import fail, mapping, sequence
 
 _SGLANG_DELTAS = (
@@ -14,7 +16,18 @@ _SGLANG_DELTAS = (
     "output_token_sampling_mask",
     "output_token_sampling_logprobs",
 )
+_SGLANG_LENGTHS = (
+    "completion_tokens",
+    "output_token_logprobs_length",
+    "output_token_sampling_mask_length",
+    "weight_versions",
+)
 UNFINISHED = "The stream was cut off before its last chunk: sample again, or read it as a partial rollout."
+
+
+def _no_length(field: str, remedy: str) -> RecordError:
+    """Without the answer's length from the server itself, a lost chunk would go unnoticed."""
+    return fail("nothing in the stream says how many tokens it had", field, None, remedy)
 
 
 def join_sglang(chunks: Sequence[dict[str, Any]], incremental: bool) -> dict[str, Any]:
@@ -39,6 +52,8 @@ def _last_cumulative(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _join_incremental(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if all(chunks[-1]["meta_info"].get(name) is None for name in _SGLANG_LENGTHS):
+        raise _no_length("completion_tokens", "Keep meta_info as the server sent it.")
     ids: list[Any] = []
     joined: dict[str, list[Any]] = {}
     for index, chunk in enumerate(chunks):
@@ -71,7 +86,10 @@ def _join_incremental(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One response from the chunks of vLLM's ``/inference/v1/generate``, chat or completions stream."""
+    """One response from the chunks of vLLM's ``/inference/v1/generate``, chat or completions stream.
+
+    Chunks carry no numbers: the usage at the end, or version spans, say whether all of them came.
+    """
     choices: dict[Any, dict[str, Any]] = {}
     result: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
@@ -90,6 +108,10 @@ def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for whole in choices.values():
         if whole.get("finish_reason") is None:
             raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+    usage = result.get("usage")
+    counted = isinstance(usage, dict) and usage.get("completion_tokens") is not None
+    if not counted and any(whole.get("weight_versions") is None for whole in choices.values()):
+        raise _no_length("usage", "Send stream_options={'include_usage': true}.")
     return {**result, "choices": list(choices.values())}
 
 

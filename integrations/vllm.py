@@ -143,8 +143,7 @@ def read_json_turns(
             answer = _from_choice(choice, spec, top_logprobs)
             answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
             turns.append(finish(answer, spec, on_missing, weight_version))
-    if len(turns) == 1:
-        _check_usage(response.get("usage"), len(turns[0].record))
+    _check_usage(response.get("usage"), sum(len(turn.record) for turn in turns))
     return turns
 
 
@@ -159,10 +158,12 @@ def read_stream(
     """Record of a streamed answer, all its chunks in order.
 
     Args:
-        chunks: the JSON chunks of any HTTP route, each parsed or as bytes; or, from Python, the
-            ``CompletionOutput`` or ``RequestOutput`` deltas of ``RequestOutputKind.DELTA``.
+        chunks: the JSON chunks of any HTTP route, each parsed or as bytes, of a request with
+            ``stream_options={"include_usage": true}`` (or with version spans): only they tell that no chunk was
+            lost. Or, from Python, the ``CompletionOutput`` or ``RequestOutput`` deltas of
+            ``RequestOutputKind.DELTA``, which only their version spans count, where the engine reports any.
 
-    Other arguments and errors as in `read_output`; also raised where the last chunk is missing.
+    Other arguments and errors as in `read_output`; also raised where a chunk is missing.
     """
     options: dict[str, Any] = {"weight_version": weight_version, "top_logprobs": top_logprobs}
     chunks = [parsed(chunk) for chunk in sequence(chunks, "chunks")]

@@ -125,7 +125,7 @@ def test_31_a_zero_that_vllm_rows_contradict_is_missing(read: str) -> None:
     if read == "chat":
         for entry in [*content, *(top for one in content for top in one["top_logprobs"])]:
             entry["token"] = f"token_id:{entry.pop('token_id')}"
-    with pytest.raises(oc.RecordError, match="missing: 0.0"):
+    with pytest.raises(oc.RecordError, match=r"missing: 0\.0"):
         vllm.read_json(response, PLAIN)
     with pytest.warns(RecordWarning, match="1 of 2 tokens"):
         assert missing_tokens(vllm.read_json(response, PLAIN, on_missing="mask")).tolist() == [False, True]

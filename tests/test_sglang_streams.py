@@ -43,6 +43,18 @@ def test_a_stream_without_its_end_is_refused(incremental: bool) -> None:
         read_stream([], HEAD, incremental=incremental)
 
 
+def test_increments_that_nobody_counted_are_refused_and_a_lost_chunk_is_noticed() -> None:
+    parts = chunks(True)
+    with pytest.raises(oc.RecordError):
+        read_stream(parts[1:], HEAD, incremental=True)
+    for part in parts:
+        part["meta_info"] |= {"output_token_logprobs_length": None, "completion_tokens": None}
+    with pytest.raises(oc.RecordError, match="how many tokens") as caught:
+        read_stream(parts, HEAD, incremental=True)
+    assert caught.value.field == "completion_tokens"
+    assert len(read_stream(chunks(False), HEAD, incremental=False)) == 3
+
+
 @pytest.mark.parametrize("server_is_incremental", [True, False])
 def test_the_wrong_kind_of_stream_is_refused(server_is_incremental: bool) -> None:
     with pytest.raises(oc.RecordError):

@@ -250,7 +250,22 @@ def stream() -> list[dict[str, Any]]:
         vllm_generate([t], [row], finish_reason=None) for t, row in zip(TOKENS, good_rows(), strict=True)
     ]
     parts[-1]["choices"][0]["finish_reason"] = "stop"
-    return parts
+    return [*parts, {"choices": [], "usage": {"completion_tokens": len(parts)}}]
+
+
+def test_a_stream_that_nobody_counted_is_refused_and_a_lost_chunk_is_noticed() -> None:
+    with pytest.raises(oc.RecordError, match="include_usage") as caught:
+        read_stream(stream()[:-1], PLAIN)
+    assert caught.value.field == "usage"
+    for lost in (0, 1):
+        with pytest.raises(oc.RecordError):
+            read_stream([part for index, part in enumerate(stream()) if index != lost], PLAIN)
+    spans = [{"version": "default", "start": 0, "end": 2}]
+    counted = stream()[:-1]
+    counted[1]["choices"][0]["weight_versions"] = spans
+    assert read_stream(counted, PLAIN).tokens.tolist() == TOKENS
+    with pytest.raises(oc.RecordError, match="version spans|bad span"):
+        read_stream(counted[1:], PLAIN)
 
 
 def test_chunks_give_the_record_of_the_whole() -> None:
