@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
 from offpolicy_corr.candidates import CandidateSet
+from offpolicy_corr.errors import within_sample
 from offpolicy_corr.missing import SENTINEL, is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
@@ -20,7 +21,7 @@ from offpolicy_corr.statistics import RecordWarning, unwitnessed_zero_runs, warn
 from offpolicy_corr.validation import SAME_VALUE
 from offpolicy_corr.versions import Span, versions_from_spans
 
-from ._arrays import fail, offsets_of
+from ._arrays import DAMAGED, fail, integers, offsets_of
 
 MISSING_REMEDY = (
     "Sample again, mask the token with on_missing='mask', or see why the engine returned no number."
@@ -126,7 +127,36 @@ def drop_fillers(rows: Rows) -> Rows:
     return replace(rows, ids=rows.ids[~filler], logprobs=rows.logprobs[~filler], offsets=offsets_of(counts))
 
 
-def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: int | str | None) -> Turn:
+def with_prompt(answer: Answer, ids: Any, field: str) -> Answer:
+    """The answer with its call's context ids, where they are known."""
+    return answer if ids is None else replace(answer, prompt=integers(ids, field))
+
+
+def read_each(
+    items: Sequence[Any],
+    field: str,
+    read: Callable[[Any], Answer],
+    spec: SamplerSpec,
+    on_missing: str,
+    weight_version: int | str | None,
+) -> list[Turn]:
+    """The samples of one response, each read and finished; errors say which one they are in."""
+    if not items:
+        raise fail("a response without samples", field, None, DAMAGED)
+    turns = []
+    for index, item in enumerate(items):
+        with within_sample(index if len(items) > 1 else None):
+            turns.append(_finish(read(item), spec, on_missing, weight_version))
+    return turns
+
+
+def records_of(turns: Sequence[Turn], several: bool) -> SamplerRecord | list[SamplerRecord]:
+    """Their records: a list where there are ``several``."""
+    records = [turn.record for turn in turns]
+    return records if several else records[0]
+
+
+def _finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: int | str | None) -> Turn:
     """The validated record of one answer, as a turn."""
     rows = None if answer.rows is None else drop_fillers(answer.rows)
     answer = replace(answer, rows=rows)
@@ -161,7 +191,7 @@ def finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: i
         _check_outside(
             answer.tokens, np.where(missing, np.float32(np.nan), answer.logprobs), rows, answer.rows_field
         )
-    warn_unwitnessed_zeros(record, mask, stacklevel=4)
+    warn_unwitnessed_zeros(record, mask, stacklevel=5)
     prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
     return Turn(record, prompt, spec, finish_reason=answer.finish_reason, truncated=answer.truncated)
 
@@ -199,7 +229,7 @@ def _missing(answer: Answer, record: SamplerRecord, on_missing: str) -> NDArray[
             value = None if values is None else float(values[position])
             raise fail(problem, field, value, remedy, position)
     problem = f"{int(missing.sum())} of {len(missing)} tokens have no log-prob and must be masked"
-    warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=5)
+    warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=6)
     return missing
 
 

@@ -19,6 +19,7 @@ from offpolicy_corr.errors import RecordError
 Array = NDArray[Any]
 INTEGERS = {"int32": "<i4", "int64": "<i8"}
 FLOATS = {"float32": "<f4", "float64": "<f8"}
+DAMAGED = "The response is damaged or of another shape."
 _LIST_TYPES = {list, tuple}
 
 
@@ -38,7 +39,7 @@ def sequence(value: Any, field: str) -> Sequence[Any]:
         f"expected a list, got {type(value).__name__}",
         field,
         value,
-        "The response is damaged or of another shape.",
+        DAMAGED,
     )
 
 
@@ -50,7 +51,7 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
         f"expected an object, got {type(value).__name__}",
         field,
         value,
-        "The response is damaged or of another shape.",
+        DAMAGED,
     )
 
 
@@ -85,7 +86,7 @@ def _only(values: Sequence[Any], allowed: set[type], what: str, field: str) -> N
         return
     position = next(i for i, value in enumerate(values) if type(value) not in allowed)
     problem = f"expected an {what}" if what == "integer" else f"expected a {what}"
-    raise fail(problem, field, values[position], "The response is damaged or of another shape.", position)
+    raise fail(problem, field, values[position], DAMAGED, position)
 
 
 def flatten(rows: Any, field: str) -> tuple[list[Any], NDArray[np.int64], NDArray[np.bool_]]:
@@ -94,9 +95,7 @@ def flatten(rows: Any, field: str) -> tuple[list[Any], NDArray[np.int64], NDArra
     kinds = set(map(type, rows))
     if not kinds <= _LIST_TYPES | {type(None)}:
         position = next(i for i, row in enumerate(rows) if type(row) not in _LIST_TYPES and row is not None)
-        raise fail(
-            "expected a list in every row", field, rows[position], "The response is damaged.", position
-        )
+        raise fail("expected a list in every row", field, rows[position], DAMAGED, position)
     absent = np.zeros(len(rows), dtype=np.bool_)
     if type(None) in kinds:
         absent = np.fromiter((row is None for row in rows), np.bool_, len(rows))
@@ -110,9 +109,7 @@ def columns(entries: Sequence[Any], field: str, getters: Sequence[Callable[[Any]
     try:
         return [list(map(getter, entries)) for getter in getters]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise fail(
-            f"an entry lacks a field ({error!r})", field, None, "The response is damaged or of another shape."
-        ) from None
+        raise fail(f"an entry lacks a field ({error!r})", field, None, DAMAGED) from None
 
 
 def tuples(entries: Sequence[Any], field: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -123,7 +120,7 @@ def tuples(entries: Sequence[Any], field: str) -> tuple[NDArray[np.float32], NDA
         odd = absent | (counts != width) | (counts < 2) | (counts > 3)
         position = int(odd.argmax())
         problem = "expected [logprob, id, text] or [logprob, id]"
-        raise fail(problem, field, entries[position], "The response is damaged.", position)
+        raise fail(problem, field, entries[position], DAMAGED, position)
     return floats(flat[0::width], field), integers(flat[1::width], field)
 
 
@@ -137,9 +134,7 @@ def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def from_base64(text: Any, dtype: Any, known: dict[str, str], field: str) -> Array:
     """A little-endian array sent as base64 with a dtype marker. Uses pybase64 where it is installed."""
     if not isinstance(text, (str, bytes)):
-        raise fail(
-            f"expected base64 text, got {type(text).__name__}", field, text, "The response is damaged."
-        )
+        raise fail(f"expected base64 text, got {type(text).__name__}", field, text, DAMAGED)
     if not isinstance(dtype, str) or dtype not in known:
         remedy = f"Readable are {', '.join(known)}; half precision loses the mass of a head."
         raise fail("missing or unknown dtype marker", field + "_dtype", dtype, remedy)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ._answer import Rows, check_count
 from ._arrays import (
+    DAMAGED,
     FLOATS,
     INTEGERS,
     fail,
@@ -68,7 +69,7 @@ def flat_head(meta: dict[str, Any], count: int) -> Rows:
     for name, array in (("val", values), ("idx", numbers)):
         if len(array) != (count - prefix) * width:
             problem = f"{len(array)} numbers for {count - prefix} rows of {width}"
-            raise fail(problem, f"{NESTED}_{name}_flat", len(array), "The response is damaged or truncated.")
+            raise fail(problem, f"{NESTED}_{name}_flat", len(array), DAMAGED)
     counts = np.full(count, width, dtype=np.int64)
     counts[:prefix] = 0
     absent = counts == 0 if prefix else None
@@ -86,9 +87,7 @@ def _flat(meta: dict[str, Any], kind: str, dtypes: dict[str, str]) -> NDArray[An
         return from_base64(meta[coded], meta.get(coded + "_dtype"), dtypes, coded)
     if plain in meta:
         return floats(meta[plain], plain) if kind == "val" else integers(meta[plain], plain)
-    raise fail(
-        "half of the flat candidates is missing", plain, None, "The response is damaged or of another shape."
-    )
+    raise fail("half of the flat candidates is missing", plain, None, DAMAGED)
 
 
 def sampling_mask(meta: dict[str, Any], count: int) -> tuple[Ids, Offsets]:
@@ -164,7 +163,7 @@ def _narrow(ids: NDArray[np.int64], field: str) -> NDArray[np.int32]:
     """int32; anything wider is no token id."""
     wide = (ids < -(2**31)) | (ids >= 2**31)
     if wide.any():
-        raise fail("id beyond 32 bits", field, int(ids[wide.argmax()]), "The response is damaged.")
+        raise fail("id beyond 32 bits", field, int(ids[wide.argmax()]), DAMAGED)
     return ids.astype(np.int32)
 
 

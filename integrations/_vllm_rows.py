@@ -21,7 +21,7 @@ from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.validation import COMPLETE_MASS_OFF_ONE
 
 from ._answer import Rows, check_count
-from ._arrays import columns, fail, flatten, floats, integers, offsets_of, sequence
+from ._arrays import DAMAGED, columns, fail, flatten, floats, integers, offsets_of, sequence
 
 MASS_OF_ALL = 1e-5  # a row without filler whose mass is this close to 1 holds the whole support
 UNRANKED = 1 << 40  # NaN's rank is 0 or null in the engine: it belongs to no head
@@ -320,5 +320,5 @@ def _require_rows(offsets: NDArray[np.int64], field: str) -> None:
 def _narrow(ids: NDArray[np.int64]) -> NDArray[np.int32]:
     wide = (ids < -(2**31)) | (ids >= 2**31)
     if wide.any():
-        raise fail("id beyond 32 bits", "logprobs", int(ids[wide.argmax()]), "The response is damaged.")
+        raise fail("id beyond 32 bits", "logprobs", int(ids[wide.argmax()]), DAMAGED)
     return ids.astype(np.int32)

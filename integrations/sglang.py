@@ -17,25 +17,31 @@ base64, flat lists about 3 times (and 100 and 10 times as much to parse from JSO
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
-from offpolicy_corr.errors import within_sample
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.versions import parse_spans
 
-from ._answer import Answer, Rows, check_count, check_same_ids, check_spec, finish, pick_sampled
-from ._arrays import fail, floats, integers, mapping, sequence, tuples
+from ._answer import (
+    Answer,
+    Rows,
+    check_count,
+    check_same_ids,
+    check_spec,
+    pick_sampled,
+    read_each,
+    records_of,
+    with_prompt,
+)
+from ._arrays import DAMAGED, fail, floats, integers, mapping, sequence, tuples
 from ._json import parsed
 from ._sglang_rows import flat_head, nested_head, sampling_mask, slime_support, support_logprobs
 from ._streams import join_sglang
-
-DAMAGED = "The response is damaged or of another shape."
 
 
 def read_generate(
@@ -71,7 +77,7 @@ def read_generate(
         weight_version=weight_version,
         force_keep_sampled=force_keep_sampled,
     )
-    return _records(turns, isinstance(response, list))
+    return records_of(turns, isinstance(response, list))
 
 
 def read_chat(
@@ -83,7 +89,7 @@ def read_chat(
     Arguments and errors as in `read_generate`.
     """
     turns = read_chat_turns(response, spec, on_missing=on_missing, weight_version=weight_version)
-    return _records(turns, len(turns) > 1)
+    return records_of(turns, len(turns) > 1)
 
 
 def read_stream(
@@ -122,19 +128,15 @@ def read_turns(
         remedy = "Only slime's recomputed support may lack the sampled token: declare dialect='slime'."
         raise fail("force_keep_sampled without that dialect", "spec.dialect", spec.dialect, remedy)
     response = parsed(response)
+
+    def read(item: Any) -> Answer:
+        item = mapping(item, "response")
+        meta = mapping(item.get("meta_info"), "meta_info")
+        answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
+        return with_prompt(answer, item.get("prompt_ids") if prompt is None else prompt, "prompt_ids")
+
     items = response if isinstance(response, list) else [response]
-    if not items:
-        raise fail("a response without samples", "response", None, DAMAGED)
-    turns = []
-    for index, item in enumerate(items):
-        with within_sample(index if len(items) > 1 else None):
-            item = mapping(item, "response")
-            meta = mapping(item.get("meta_info"), "meta_info")
-            answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
-            given = prompt if prompt is not None else item.get("prompt_ids")
-            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_ids"))
-            turns.append(finish(answer, spec, on_missing, weight_version))
-    return turns
+    return read_each(items, "response", read, spec, on_missing, weight_version)
 
 
 def read_chat_turns(
@@ -144,30 +146,20 @@ def read_chat_turns(
     check_spec(spec, "sglang", on_missing)
     response = mapping(parsed(response), "response")
     choices = sequence(response.get("choices"), "choices")
-    if not choices:
-        raise fail("a response without choices", "choices", None, DAMAGED)
-    turns = []
-    for index, choice in enumerate(choices):
-        with within_sample(index if len(choices) > 1 else None):
-            answer = _from_choice(mapping(choice, "choices"), spec)
-            turns.append(finish(answer, spec, on_missing, weight_version))
-    return turns
+    return read_each(
+        choices, "choices", lambda choice: _from_choice(choice, spec), spec, on_missing, weight_version
+    )
 
 
-def _from_choice(choice: dict[str, Any], spec: SamplerSpec) -> Answer:
+def _from_choice(choice: Any, spec: SamplerSpec) -> Answer:
+    choice = mapping(choice, "choices")
     meta = choice.get("meta_info")
     if meta is None:
         remedy = "Send return_meta_info=true and return_token_ids=true; the text alone cannot be aligned."
         raise fail("the choice carries no meta_info", "choices.meta_info", None, remedy)
     meta = mapping(meta, "choices.meta_info")
     answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", spec, False)
-    given = choice.get("prompt_token_ids")
-    return replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-
-
-def _records(turns: list[Turn], several: bool) -> SamplerRecord | list[SamplerRecord]:
-    records = [turn.record for turn in turns]
-    return records if several else records[0]
+    return with_prompt(answer, choice.get("prompt_token_ids"), "prompt_token_ids")
 
 
 def _answer(meta: dict[str, Any], ids: Any, ids_field: str, spec: SamplerSpec, force_keep: bool) -> Answer:

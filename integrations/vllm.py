@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -18,18 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
-from offpolicy_corr.errors import within_sample
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
 from offpolicy_corr.versions import parse_spans
 
 from . import _vllm_rows as vllm_rows
-from ._answer import Answer, check_count, check_same_ids, check_spec, finish
-from ._arrays import columns, fail, flatten, floats, integers, mapping, sequence
+from ._answer import Answer, check_count, check_same_ids, check_spec, read_each, records_of, with_prompt
+from ._arrays import DAMAGED, columns, fail, flatten, floats, integers, mapping, sequence
 from ._json import parsed
 from ._streams import join_vllm_json, join_vllm_objects
 
-DAMAGED = "The response is damaged or of another shape."
 TOKEN_ID = re.compile(r"token_id:(\d+)\Z")
 AS_IDS = "Send return_tokens_as_token_ids=true and return_token_ids=true: text cannot be aligned with ids."
 
@@ -62,8 +59,7 @@ def read_output(
     turns = read_turns(
         output, spec, on_missing=on_missing, weight_version=weight_version, top_logprobs=top_logprobs
     )
-    records = [turn.record for turn in turns]
-    return records if len(records) > 1 else records[0]
+    return records_of(turns, len(turns) > 1)
 
 
 def read_turns(
@@ -80,16 +76,12 @@ def read_turns(
     items = [
         pair for one in (output if isinstance(output, (list, tuple)) else [output]) for pair in _pairs(one)
     ]
-    if not items:
-        raise fail("an output without completions", "outputs", None, DAMAGED)
-    turns = []
-    for index, (item, context) in enumerate(items):
-        with within_sample(index if len(items) > 1 else None):
-            given = context if prompt is None else prompt
-            answer = _from_object(item, spec, top_logprobs)
-            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-            turns.append(finish(answer, spec, on_missing, weight_version))
-    return turns
+
+    def read(pair: tuple[Any, Any]) -> Answer:
+        answer = _from_object(pair[0], spec, top_logprobs)
+        return with_prompt(answer, pair[1] if prompt is None else prompt, "prompt_token_ids")
+
+    return read_each(items, "outputs", read, spec, on_missing, weight_version)
 
 
 def _pairs(output: Any) -> list[tuple[Any, Any]]:
@@ -114,8 +106,7 @@ def read_json(
     turns = read_json_turns(
         response, spec, on_missing=on_missing, weight_version=weight_version, top_logprobs=top_logprobs
     )
-    records = [turn.record for turn in turns]
-    return records if len(records) > 1 else records[0]
+    return records_of(turns, len(turns) > 1)
 
 
 def read_json_turns(
@@ -131,18 +122,15 @@ def read_json_turns(
     check_spec(spec, "vllm", on_missing)
     response = mapping(parsed(response), "response")
     choices = sequence(response.get("choices"), "choices")
-    if not choices:
-        raise fail("a response without choices", "choices", None, DAMAGED)
-    turns = []
-    for index, choice in enumerate(choices):
-        with within_sample(index if len(choices) > 1 else None):
-            choice = mapping(choice, "choices")
-            given = prompt
-            for source in (choice, response):
-                given = source.get("prompt_token_ids") if given is None else given
-            answer = _from_choice(choice, spec, top_logprobs)
-            answer = replace(answer, prompt=None if given is None else integers(given, "prompt_token_ids"))
-            turns.append(finish(answer, spec, on_missing, weight_version))
+
+    def read(choice: Any) -> Answer:
+        choice = mapping(choice, "choices")
+        given = prompt
+        for source in (choice, response):
+            given = source.get("prompt_token_ids") if given is None else given
+        return with_prompt(_from_choice(choice, spec, top_logprobs), given, "prompt_token_ids")
+
+    turns = read_each(choices, "choices", read, spec, on_missing, weight_version)
     _check_usage(response.get("usage"), sum(len(turn.record) for turn in turns))
     return turns
 
