@@ -82,7 +82,9 @@ class Held:
         self, gradients: list[Tensor | None], dtypes: list[torch.dtype], unit: Tensor | None = None
     ) -> None:
         self.gradients: list[Tensor | None] | None = gradients
-        self.versions = [None if g is None else g._version for g in gradients]
+        # nobody else reaches a buffer that a compiler places
+        traced = torch.compiler.is_compiling()
+        self.versions = [None if g is None or traced else g._version for g in gradients]
         self.dtypes, self.unit = dtypes, unit
 
     def times(self, upstream: Tensor) -> list[Tensor | None]:
@@ -93,24 +95,24 @@ class Held:
         Raises:
             RuntimeError: the gradient was handed over before, or someone wrote into it.
         """
-        gradients, keep = self.gradients, _graph_is_kept()
+        factor, gradients = upstream if self.unit is None else upstream * self.unit, self.gradients
         if gradients is None:
             raise RuntimeError(
                 "the gradient was handed over in an earlier backward: pass retain_graph=True there"
             )
+        pairs = list(zip(gradients, self.dtypes, strict=True))
+        if torch.compiler.is_compiling():
+            return [None if g is None else (g * _along_rows(factor, g)).to(dtype) for g, dtype in pairs]
         for gradient, version in zip(gradients, self.versions, strict=True):
             if gradient is not None and gradient._version != version:
                 raise RuntimeError(
                     "the gradient was overwritten between forward and backward: with inplace=True it lives in "
                     "the logits. Use inplace=False, or do not write into the logits"
                 )
+        keep = _graph_is_kept()
         if not keep:
             self.gradients = None
-        factor = upstream if self.unit is None else upstream * self.unit
-        return [
-            None if g is None else _scale(g, factor, keep).to(dtype)
-            for g, dtype in zip(gradients, self.dtypes, strict=True)
-        ]
+        return [None if g is None else _scale(g, factor, keep).to(dtype) for g, dtype in pairs]
 
 
 def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
@@ -126,8 +128,13 @@ def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
     out = gradient.clone() if keep else gradient
     # a half-precision row times an fp32 factor passes through fp32: a few rows at a time, not [T, V]
     for rows, factors in zip(out.split(64), factor.expand(len(out)).split(64), strict=True):
-        rows.mul_(factors.view(-1, *[1] * (out.dim() - 1)))
+        rows.mul_(_along_rows(factors, rows))
     return out
+
+
+def _along_rows(factor: Tensor, gradient: Tensor) -> Tensor:
+    """A scalar, or one factor per row, in a shape that multiplies ``gradient`` ``[T, …]``."""
+    return factor.view(-1, *[1] * (gradient.dim() - 1))
 
 
 def _graph_is_kept() -> bool:

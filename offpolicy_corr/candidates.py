@@ -90,9 +90,15 @@ class CandidateSet:
     def __len__(self) -> int:
         return self.complete.numel()
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
-        """For every candidate the index of its token, int64 ``[nnz]``."""
+        """For every candidate the index of its token, int64 ``[nnz]``; computed once."""
+        if torch.compiler.is_compiling():  # a traced program sees by itself that it is always the same
+            return row_index(self.offsets, self.ids.numel())
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> Tensor:
         return row_index(self.offsets, self.ids.numel())
 
     def to(self, device: torch.device | str) -> CandidateSet:

@@ -28,6 +28,8 @@ from .validation import (
 )
 from .vocab_parallel import VocabShard
 
+_DEFAULT = Correction()  # made once: torch.compile cannot follow how it is made
+
 
 @dataclass(frozen=True, eq=False)
 class LossOptions:
@@ -56,7 +58,7 @@ class LossOptions:
                 f"correction must be a Correction, got {self.correction!r}: see Correction.from_name"
             )
         for name in ("entropy_coef", "kl_coef"):
-            if not math.isfinite(getattr(self, name)):
+            if not -math.inf < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         if self.kl_estimator != "k3" and not self.kl_coef:
             raise ValueError("kl_estimator has no effect without kl_coef")
@@ -64,7 +66,7 @@ class LossOptions:
             raise ValueError("kl_coef needs ref_logprobs, the reference policy's log-probs of the tokens")
         if self.ref_logprobs is not None and not self.kl_coef:
             raise ValueError("ref_logprobs has no effect without kl_coef")
-        correction = Correction() if self.correction is None else self.correction
+        correction = _DEFAULT if self.correction is None else self.correction
         return Settings(correction, float(self.entropy_coef), float(self.kl_coef), self.kl_estimator)
 
 

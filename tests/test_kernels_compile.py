@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,39 +25,82 @@ def setting() -> tuple[Tensor, oc.SamplerRecord, Tensor]:
     return problem.logits.float().to(DEVICE), moved(problem.record()), problem.advantages.to(DEVICE)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_compiled_step_gives_the_same_gradient(setting: Any, inplace: bool) -> None:
+SEQUENCES = {"sequence_ids": torch.tensor([0, 0, 1, 1, 2], device=DEVICE)}
+MASK = torch.tensor([True, True, False, True, True], device=DEVICE)
+LOSSES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "in place": {"inplace": True},
+    "masked": {"loss_mask": MASK, "entropy_coef": 0.1},
+    "every token": {"reduction": "none", "correction": oc.Correction(oc.Unweighted())},
+    "kept": {"denominator": "kept"},
+    "sequences": SEQUENCES
+    | {"reduction": "sequence-mean", "sequence_keep": torch.tensor([True, False, True], device=DEVICE)},
+}
+
+
+def assert_compiles(
+    step: Callable[..., Tensor], *calls: tuple[Any, ...], compiler: str = "aot_eager", whole: bool = True
+) -> None:
+    """One graph where it must be ``whole``, and from every call the same gradient as uncompiled."""
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=compiler, fullgraph=whole)
+    for logits, *rest in calls:
+        grads = []
+        for function in (step, compiled):
+            leaf = logits.detach().requires_grad_()
+            function(leaf, *rest).backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+
+
+def loss_step(source: Tensor, record: oc.SamplerRecord, advantages: Tensor, **options: Any) -> Tensor:
+    out = oc.policy_loss(source * 2.0, record, advantages, backend="triton", validate=False, **options)
+    return 3.0 * out.loss.sum() + 0.0 * out.tokens.weight.sum()
+
+
+def pair_step(source: Tensor, record: oc.SamplerRecord, entropy: bool = True) -> Tensor:
+    logp, candidate_logp, entropies = oc.selected_logprobs(
+        source * 2.0, record.tokens, record.candidates, record.temperature, backend="triton", validate=False
+    )
+    return logp.sum() + 0.1 * candidate_logp.sum() + (entropies.sum() if entropy else 0.0)
+
+
+def loss_and_pair(source: Tensor, record: oc.SamplerRecord, advantages: Tensor, coefficient: float) -> Tensor:
+    return loss_step(source, record, advantages, entropy_coef=coefficient) + pair_step(source, record)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_compiles_to_one_graph(setting: Any, name: str) -> None:
+    assert_compiles(partial(loss_step, **LOSSES[name]), setting)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_a_pair_compiles_to_one_graph(setting: Any, entropy: bool) -> None:
+    logits, record, _ = setting
+    assert_compiles(partial(pair_step, entropy=entropy), (logits, record))
+
+
+def test_other_sizes_and_settings_from_call_to_call(setting: Any) -> None:
+    calls = []
+    for size, coefficient in ((5, 0.1), (7, 0.2), (9, 0.3)):
+        problem = Problem(size=size, vocab=40, kind="mixed", seed=size)
+        record = moved(problem.record())
+        calls.append((problem.logits.float().to(DEVICE), record, problem.advantages.to(DEVICE), coefficient))
+    assert_compiles(loss_and_pair, *calls)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_inductor_gives_the_same_gradient(setting: Any) -> None:
+    assert_compiles(loss_and_pair, (*setting, 0.1), compiler="inductor")
+
+
+def test_checks_break_the_graph_and_change_nothing(setting: Any) -> None:
     logits, record, advantages = setting
 
     def step(source: Tensor) -> Tensor:
-        out = oc.policy_loss(
-            source * 2.0, record, advantages, backend="triton", validate=False, inplace=inplace
-        )
-        return 3.0 * out.loss
+        return oc.policy_loss(source * 2.0, record, advantages, backend="triton").loss
 
-    grads = []
-    for function in (step, torch.compile(step, backend="aot_eager")):
-        leaf = logits.detach().requires_grad_()
-        function(leaf).backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(*grads)
-
-
-def test_a_compiled_pair_gives_the_same_gradient(setting: Any) -> None:
-    logits, record, _ = setting
-
-    def step(source: Tensor) -> Tensor:
-        logp, candidate_logp, entropy = oc.selected_logprobs(
-            source * 2.0, record.tokens, record.candidates, record.temperature, backend="triton"
-        )
-        return logp.sum() + 0.1 * candidate_logp.sum() + entropy.sum()
-
-    grads = []
-    for function in (step, torch.compile(step, backend="aot_eager")):
-        leaf = logits.detach().requires_grad_()
-        function(leaf).backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(*grads)
+    assert_compiles(step, (logits,), whole=False)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
