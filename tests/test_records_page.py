@@ -1,0 +1,38 @@
+"""docs/records.md: its code runs, and prints what its comments say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("safetensors", reason="needs the records extra")
+pytest.importorskip("pyarrow", reason="needs the records extra")
+
+PAGE = (Path(__file__).parents[1] / "docs" / "records.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SAID = {
+    "processed_logprobs and declare",
+    "'top_logprobs_num': 128",
+    "'logprobs': 512",
+    "[41, 42] [False, False]",
+    "[1, 2, 11, 42, 77, 78, 50]",
+    "[False, False, True, True, False, False, True]",
+    "mismatch: group b200-nvfp4",
+    "outlier: group b200-nvfp4",
+    "mean_ratio: group b200-nvfp4",
+    "1 1",
+    "['h100-fp8', 'b200-nvfp4']",
+    "['rollout_log_probs', 'rollout_topk_token_ids', 'rollout_topk_log_probs']",
+}
+
+
+def test_the_pages_code_runs_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for block in BLOCKS:
+        exec(compile(block, "docs/records.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert len(BLOCKS) > 8 and {said for said in SAID if said not in printed} == set()
+    assert names["record"].tokens.tolist() == names["batch"].record.tokens.tolist()
