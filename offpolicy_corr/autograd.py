@@ -1,4 +1,9 @@
-"""The closed-form gradient as autograd functions: computed in the forward visit, handed over in the backward."""
+"""The closed-form gradient as autograd functions.
+
+A scalar loss computes it in the forward visit and hands it over in the backward. One loss a token does not know yet
+what each will be multiplied by: there a second visit, in the backward, writes the gradient as it is to be, and between
+the two nothing of the logits' size is held but the logits.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +26,38 @@ class LossFromLogits(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool, wanted: bool
     ) -> tuple[Tensor, Tensor]:
-        gradient = None
-        if wanted:
-            # the detached alias shares its version counter, so another reader of the logits notices the write
-            # (a compiler turns writes into copies and places buffers itself: there inplace gains nothing)
-            write_over = inplace and not torch.compiler.is_compiling()
-            gradient = logits.detach() if write_over else torch.empty_like(logits)
+        gradient = _gradient_buffer(logits, inplace) if wanted and reduce else None
         held_job, unit = at_unit_scale(job, logits.dtype)
         with torch.autocast(logits.device.type, enabled=False):
             results = backend.visit(chosen)(logits.detach(), held_job, gradient)
             loss = scaled_loss(results, job, reduce)
+        ctx.later = None if reduce else (job, chosen, inplace)
         if gradient is not None:
             ctx.held = Held([gradient], [gradient.dtype], unit)
+        elif wanted:
+            ctx.save_for_backward(logits)
         ctx.mark_non_differentiable(results)
         return loss, results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.held.times(upstream), None, None, None, None, None)
+        if ctx.later is None:
+            return (*ctx.held.times(upstream), None, None, None, None, None)
+        job, chosen, inplace = ctx.later
+        (logits,) = ctx.saved_tensors
+        job = replace(job, terms=replace(job.terms, scale=live(job.terms.scale, upstream)))
+        gradient = _gradient_buffer(logits, inplace)
+        with torch.autocast(logits.device.type, enabled=False):
+            backend.visit(chosen)(logits.detach(), job, gradient)
+        return gradient, None, None, None, None, None
+
+
+def _gradient_buffer(logits: Tensor, inplace: bool) -> Tensor:
+    # the detached alias shares its version counter, so another reader of the logits notices the write
+    # (a compiler turns writes into copies and places buffers itself: there inplace gains nothing)
+    write_over = inplace and not torch.compiler.is_compiling()
+    return logits.detach() if write_over else torch.empty_like(logits)
 
 
 def wants_gradient(*inputs: Tensor | None) -> tuple[bool, ...]:

@@ -40,7 +40,8 @@ def policy_loss(
 
     ``loss = Σ_t (policy − entropy_coef·H + kl_coef·KL) / denominator``, the policy term as in `centering`. Loss
     and gradient come out of one visit to each row: besides the gradient nothing of size ``[T, V]`` exists, and
-    with ``inplace`` not even that.
+    with ``inplace`` not even that. With ``reduction="none"`` the gradient is made by a second visit, in the backward
+    pass; until then nothing of that size is kept but the logits, which must not be written to.
 
     Args:
         logits: raw ``[T, V]``, before temperature; row ``t`` is the distribution token ``t`` was drawn from.

@@ -92,8 +92,10 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         (
             {"offpolicy_corr": {"correction": "sc+mis", "inplace_logits": True}},
             ["--recompute-loss-function"],
-            "gradients as logits",
+            "keep its inputs",
         ),
+        ({}, ["--sglang-speculative-algorithm", "EAGLE"], "what was drawn from"),
+        ({}, ["--train-backend", "fsdp", "--calculate-per-token-loss"], "drops the token count"),
         ({"offpolicy_corr": {"groups": ["b200"]}}, [], CONVERTER),
         ({"custom_convert_samples_to_train_data_path": CONVERTER}, [], TRAINER_HOOK),
         ({"offpolicy_corr": {"candidates": "supports"}}, [], "unfiltered"),
@@ -101,6 +103,11 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
             {"offpolicy_corr": {"candidates": "heads"}},
             ["--rollout-top-p", "0.9", "--rollout-top-k", "8"],
             "over a support",
+        ),
+        (
+            {"offpolicy_corr": {"candidates": "supports"}},
+            ["--rollout-top-p", "0.9", "--rollout-top-k", "8", "--rollout-top-logprobs-num", "4"],
+            "cannot hold",
         ),
     ],
 )
@@ -120,11 +127,21 @@ def test_check_prints_what_the_samplers_must_record(tmp_path: Path, capsys: Any)
     printed = capsys.readouterr().out
     assert "return_sampling_mask: True" in printed
     assert "sampling_logprobs_mode: support" in printed
-    assert "top_logprobs_num" not in printed
+    assert "  top_logprobs_num" not in printed
     assert check(tmp_path, BASE, "--rollout-top-p", "0.97", "--rollout-top-k", "5000") == 0
     assert "--sampling-mask-max-tokens 5000" in capsys.readouterr().out
     assert check(tmp_path, {**BASE, "offpolicy_corr": {"correction": "mis"}}) == 0
     assert "top_logprobs_num" not in capsys.readouterr().out
+
+
+def test_a_torch_native_trainer_s_hook_is_named(tmp_path: Path, capsys: Any) -> None:
+    converter = {"custom_convert_samples_to_train_data_path": CONVERTER}
+    launch = ["--train-backend", "fsdp", "--calculate-per-token-loss"]
+    assert check(tmp_path, {**BASE, **converter}, *launch) == 0
+    assert f'{{"worker_process_setup_hook": "{TRAINER_HOOK}"}}' in capsys.readouterr().out
+    hook = {"use_tis": True, "custom_tis_function_path": "offpolicy_corr.integrations.miles.tis_function"}
+    assert check(tmp_path, {**hook, **converter, "offpolicy_corr": {"correction": "mis"}}, *launch) == 1
+    assert "drops the token count" in capsys.readouterr().out
 
 
 def test_sampling_options_belong_on_the_launch_line(tmp_path: Path, capsys: Any) -> None:

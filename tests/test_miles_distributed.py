@@ -87,6 +87,8 @@ def layouts(state: double.State) -> None:
                 qkv_format=form, allgather_cp=allgather, calculate_per_token_loss=per_token, vocab_size=23
             )
             compare(state, double.make_problem(seed=seed), args)
+        args.offpolicy_corr = {"inplace_logits": True}
+        compare(state, double.make_problem(seed=seed), args)
 
 
 def options(state: double.State) -> None:

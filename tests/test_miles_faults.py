@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import SettingsError, policy_loss, tis_function
+from offpolicy_corr.integrations.miles.transport import step_tokens
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -110,20 +112,37 @@ def test_6_the_loss_of_a_fully_masked_sample_is_nothing() -> (
     assert float(loss.detach()) == pytest.approx(float(want), rel=1e-6)
 
 
-def test_7_per_token_loss_on_fsdp_is_refused_before_the_run(tmp_path: Any, capsys: Any) -> None:  # miles 3231
-    pytest.importorskip("yaml")
-    from offpolicy_corr.integrations.miles import check_main
-
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        "loss_type: custom_loss\n"
-        "custom_loss_function_path: offpolicy_corr.integrations.miles.policy_loss\n"
-        "offpolicy_corr: {}\n"
-    )
-    launch = ["--use-rollout-logprobs", "--calculate-per-token-loss", "--train-backend"]
-    assert check_main([str(path), *launch, "fsdp"]) == 1
-    assert "number of tokens" in capsys.readouterr().out
-    assert check_main([str(path), *launch, "megatron"]) == 0
+def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens() -> None:  # miles 3231
+    """Two ranks of a torch-native trainer, which averages over ranks and drops the token count: 18 tokens, not 2/18."""
+    args = double.plain("none", calculate_per_token_loss=True, train_backend="fsdp", global_batch_size=4)
+    ranks = [double.make_problem(seed=s, prompts=(2, 3), responses=r) for s, r in enumerate(((4, 5), (6, 3)))]
+    masks = [mask.fill_(1) for problem in ranks for mask in problem.masks]
+    for problem in ranks:
+        problem.rollout = [torch.full((r,), -1.0) for r in problem.responses]
+    tokens = step_tokens([mask.tolist() for mask in masks], [[0, 1], [2, 3]], args.global_batch_size)
+    assert [int(count[0]) for count in tokens] == [18] * 4
+    state = replace(double.single(), intra_dp=double.Dimension(0, 2))
+    double.install(state)
+    for rank, problem in enumerate(ranks):
+        leaves = double.make_leaves(problem)
+        batch = double.make_batch(problem, args, state, "none")
+        logits = double.local_logits(problem, leaves, args, state)
+        call = lambda batch, problem=problem, logits=logits: double.loss_function(
+            args, batch, 1, logits, state, problem, megatron=False
+        )
+        with pytest.raises(oc.RecordError, match=r"offpolicy_corr_step_tokens.*transport"):
+            call(batch)
+        loss, _, log = call({**batch, "offpolicy_corr_step_tokens": tokens[2 * rank : 2 * rank + 2]})
+        loss.backward()
+        want, gradients, _ = double.expected(
+            problem, args, "none", correction=oc.Correction.from_name("none")
+        )
+        assert float(loss.detach()) == pytest.approx(2 * float(want) / 18)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            torch.testing.assert_close(leaf.grad, 2 * gradient / 18)
+        assert float(log["values"][1]) == pytest.approx(
+            float(want), rel=1e-6
+        )  # Miles divides this one itself
 
 
 @pytest.mark.parametrize("garbage", [-91.0, -math.inf, math.nan, 0.0, 99.0])
@@ -326,7 +345,7 @@ def test_13_no_samples_at_all_still_has_a_graph() -> None:  # miles 683
     batch |= {"rollout_log_probs": [], "rollout_topk_token_ids": [], "rollout_topk_log_probs": []}
     loss, metrics = policy_loss(double.make_args(), batch, logits, lambda x: sum([]))  # type: ignore[arg-type, return-value]
     loss.backward()
-    assert float(loss) == 0.0
+    assert float(loss.detach()) == 0.0
     assert loss.dtype == torch.float32
     assert bool((logits.grad == 0).all())  # type: ignore[union-attr]
     assert all(float(value) == 0.0 for value in metrics.values())

@@ -18,6 +18,7 @@ from offpolicy_corr.errors import RecordError
 from offpolicy_corr.requests import RequestParameters, request_parameters
 from offpolicy_corr.spec import SamplerSpec
 
+from .host import torch_native
 from .options import LOSS_PATH, TIS_PATH, environment_refusals, filters, refusals, tis_refusals
 from .settings import Settings, SettingsError
 
@@ -25,6 +26,13 @@ USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of 
 CONVERTER = "offpolicy_corr.integrations.miles.transport.convert_samples"
 TRAINER_HOOK = "offpolicy_corr.integrations.miles.transport.extend_trainer"
 _CONVERTER_OPTION, _HOOK_OPTION = "custom_convert_samples_to_train_data_path", "custom_megatron_init_path"
+
+_DROPPED_COUNT = (
+    "on torch-native trainers Miles drops the token count, so that the gradient grows with the number of tokens "
+    "(radixark/miles issue 3231)"
+)
+_NATIVE = " (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
+_RUNTIME = f'give Ray the runtime environment {{"worker_process_setup_hook": "{TRAINER_HOOK}"}}'
 
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
 
@@ -120,6 +128,7 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
     """(what must be put right, what should be known, the settings where they could be read)."""
     args = Namespace(**options)
     problems, advice = _slips(options), list[str]()
+    per_token = torch_native(args) and options.get("calculate_per_token_loss")
     try:
         settings = Settings.of(options.get("offpolicy_corr"))
     except SettingsError as error:
@@ -129,6 +138,8 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
         and options.get("loss_type", "policy_loss") != "custom_loss"
     ):
         problems += tis_refusals(args, settings)
+        if per_token:
+            problems.append(f"calculate_per_token_loss under tis_function: {_DROPPED_COUNT}")
         if not options.get("use_tis"):
             advice.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
     else:
@@ -138,11 +149,12 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
                 "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
             )
     problems += environment_refusals() + _repeated_checks(options) + _transport(options, settings)
-    if options.get("train_backend") == "fsdp" and options.get("calculate_per_token_loss"):
+    if per_token and options.get(_CONVERTER_OPTION) != CONVERTER:
         problems.append(
-            "calculate_per_token_loss on the FSDP backend: Miles drops the token count, so the gradient grows with the "
-            "number of tokens (radixark/miles issue 3231). Leave it out, or train on Megatron"
+            f"calculate_per_token_loss: {_DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step"
         )
+    if torch_native(args) and options.get(_CONVERTER_OPTION) == CONVERTER:
+        advice.append(f"torch-native trainers run no {_HOOK_OPTION}: {_RUNTIME}")
     return problems, advice, settings
 
 
@@ -186,16 +198,17 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
         return [f"--use-tis --custom-tis-function-path {TIS_PATH}"]
     options = [f"--loss-type custom_loss --custom-loss-function-path {LOSS_PATH}", "--use-rollout-logprobs"]
     if kind == "heads":
-        options.append(
-            f"--rollout-top-logprobs-num {count} (later than v0.1.0; older: the transport extension)"
-        )
+        options.append(f"--rollout-top-logprobs-num {count}{_NATIVE}")
     if kind == "supports":
         options.append(f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}")
-    if kind != "none" or settings.groups:
-        options.append(
-            f"on Megatron, or with groups: --custom-convert-samples-to-train-data-path {CONVERTER}"
-        )
-        options.append(f"                             --custom-megatron-init-path {TRAINER_HOOK}")
+        if settings.correction.center:
+            options.append(f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}{_NATIVE}")
+    if kind != "none" or settings.groups or settings.guards_staleness():
+        options += [
+            "for groups and staleness, for supports on Megatron, and for all candidates on v0.1.0:",
+            f"  --custom-convert-samples-to-train-data-path {CONVERTER}",
+            f"  --custom-megatron-init-path {TRAINER_HOOK} (torch-native: {_RUNTIME})",
+        ]
     return options
 
 
@@ -233,6 +246,9 @@ def _kind(args: Any, settings: Settings) -> list[str]:
     top = getattr(args, "rollout_top_logprobs_num", None)
     if kind == "heads" and top is not None and not int(top) > 0:
         return ["rollout_top_logprobs_num is 0, so no head is recorded: set it, for example 128"]
+    top_k = getattr(args, "rollout_top_k", None) or -1
+    if kind == "supports" and top is not None and 0 < int(top) < int(top_k):
+        return [f"rollout_top_logprobs_num {top} cannot hold a support of rollout_top_k {top_k}"]
     return []
 
 
@@ -255,9 +271,8 @@ def _repeated_checks(options: dict[str, Any]) -> list[str]:
 
 def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
     converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
-    stale = any(name == "staleness" for name, _ in settings.guards)
     found = []
-    if (settings.groups or stale) and converter != CONVERTER:
+    if (settings.groups or settings.guards_staleness()) and converter != CONVERTER:
         what = "groups" if settings.groups else "guards: staleness"
         found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
     if (

@@ -18,6 +18,7 @@ from offpolicy_corr.errors import RecordError
 Batch = dict[str, Any]
 
 GROUP_KEY, LAG_KEY = "offpolicy_corr_group", "offpolicy_corr_lag"
+STEP_TOKENS_KEY = "offpolicy_corr_step_tokens"
 CANDIDATE_KEYS = (
     "rollout_topk_token_ids",
     "rollout_topk_log_probs",
@@ -28,12 +29,12 @@ CANDIDATE_KEYS = (
 )
 
 _TOPK = (
-    "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-logprobs-num K, "
-    "on Megatron not all"
+    "Miles v0.1.0 (August 2026) does not carry it; versions with native score centering do under "
+    "--rollout-top-logprobs-num K"
 )
 _MASK = (
-    "Miles v0.1.0 (August 2026) does not carry it; v0.1.1 carries it to policy_loss alone, later versions to "
-    "torch-native trainers, under --rollout-top-p < 1 with --rollout-top-k"
+    "Miles v0.1.0 (August 2026) does not carry it; later versions do under --rollout-top-p < 1 with --rollout-top-k, "
+    "on Megatron to their own losses alone"
 )
 _EXTEND = "install the transport extension (offpolicy_corr.integrations.miles.transport)"
 _ALWAYS = "every version carries it to a train step"
@@ -71,6 +72,10 @@ KEYS: dict[str, tuple[str, str]] = {
         "no version carries it",
         f"name the converter and {_EXTEND}, or leave groups out",
     ),
+    STEP_TOKENS_KEY: (
+        "no version carries it, and on torch-native trainers Miles drops the token count that it should divide by",
+        f"name the converter and {_EXTEND}, or leave calculate_per_token_loss off",
+    ),
 }
 
 
@@ -103,6 +108,11 @@ def first_module(*names: str) -> ModuleType:
     raise RuntimeError(
         f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later"
     )
+
+
+def torch_native(args: Any) -> bool:
+    """Whether Miles trains on FSDP or another torch-native backend: anything but Megatron."""
+    return bool(getattr(args, "train_backend", "megatron") != "megatron")
 
 
 def group_of(info: Any) -> dist.ProcessGroup | None:

@@ -19,12 +19,14 @@ from .candidates import read_candidates, spread
 from .host import (
     GROUP_KEY,
     LAG_KEY,
+    STEP_TOKENS_KEY,
     Batch,
     all_reduce,
     check_row_lengths,
     group_of,
     need_per_sample,
     parallel_state,
+    torch_native,
 )
 from .layout import Layout, Tokens
 from .options import KL_ESTIMATORS, filters, refusals
@@ -82,7 +84,10 @@ def policy_loss(
     if settings.denominator == "kept":
         weights = weights * share_of_kept(layout, inputs, tokens.kept, cp_group)
     loss = (out.loss[rows] * weights).sum()
-    return loss, report.of_tokens(loss, tokens, inputs, weights, keep)
+    metrics = report.of_tokens(loss, tokens, inputs, weights, keep)
+    if torch_native(args) and getattr(args, "calculate_per_token_loss", False):
+        loss = loss * (state.intra_dp.size / _step_tokens(batch, len(layout.responses)))
+    return loss, metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +222,21 @@ def _groups(
     return torch.where(full_mask, group, 0)[flat]
 
 
+def _step_tokens(batch: Batch, count: int) -> int:
+    """The trained tokens of the whole step, which Miles divides by on Megatron and nowhere else."""
+    why = "and calculate_per_token_loss divides by it"
+    tokens = {int(value[0]) for value in need_per_sample(batch, STEP_TOKENS_KEY, count, why)}
+    if len(tokens) > 1:
+        remedy = "A micro-batch belongs to one step: was the batch cut otherwise than Miles cuts it?"
+        raise RecordError(
+            "token counts of several steps", field=STEP_TOKENS_KEY, value=sorted(tokens), remedy=remedy
+        )
+    return max([1, *tokens])
+
+
 def _lags(batch: Batch, layout: Layout, full_mask: Tensor, settings: Settings) -> Tensor | None:
     """Versions behind the batch's newest, int64 over full responses; None where no guard reads it."""
-    if not any(name == "staleness" for name, _ in settings.guards):
+    if not settings.guards_staleness():
         return None
     values = need_per_sample(batch, LAG_KEY, len(layout.responses), "and the staleness guard is configured")
     check_row_lengths(LAG_KEY, values, layout.responses, "One lag for every response token.")

@@ -29,6 +29,7 @@ _MUST_BE_OFF: dict[str, str] = {
     "true_on_policy_mode": "rounds logits and log-probs to half precision before the loss",
     "recompute_logprobs_via_prefill": "replaces q, which was sampled from, by the log-probs of a later pass",
     "skip_actor_forward_only": "is for policy_loss alone in Miles",
+    "sglang_speculative_algorithm": "leaves open whether recorded log-probs are those of what was drawn from",
     "multi_lora": "normalises per adapter behind the loss, not checked with this loss",
 }
 _SEQUENCE_LEVEL = {"gspo": "weights whole sequences inside policy_loss", "cispo": "clips inside policy_loss"}
@@ -124,11 +125,7 @@ def _inplace(args: Any, settings: Settings) -> list[str]:
         return []
     found = []
     if getattr(args, "recompute_loss_function", False):
-        found.append(
-            "inplace_logits with recompute_loss_function: the second pass would read gradients as logits"
-        )
-    if getattr(args, "allgather_cp", False):
-        found.append("inplace_logits with allgather_cp: Miles reads the logits again behind the loss")
+        found.append("inplace_logits with recompute_loss_function: what is recomputed must keep its inputs")
     return found
 
 

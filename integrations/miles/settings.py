@@ -105,6 +105,10 @@ class Settings:
                 f"denominator: kept contradicts correction: sc+…: {reason}. Use denominator: all"
             )
 
+    def guards_staleness(self) -> bool:
+        """Whether a guard reads weight versions."""
+        return any(name == "staleness" for name, _ in self.guards)
+
     def kind_of_candidates(self, filters: bool) -> str:
         """``"heads"``, ``"supports"`` or ``"none"`` for samplers that filter (top-p, top-k) or do not.
 

@@ -4,8 +4,9 @@ Three points of Miles decide what reaches a loss: the converter of samples, the 
 iterator; the last two drop keys that they do not know. `convert_samples` (named by
 ``--custom-convert-samples-to-train-data-path``, in the rollout process) adds the keys and lets shards pass them on;
 `extend_trainer` (named by ``--custom-megatron-init-path``, in every trainer process) lets the iterator hand them out.
-Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: call `extend_trainer` from a Ray
-``worker_process_setup_hook``.
+Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: name `extend_trainer` as Ray's
+``worker_process_setup_hook``. Both object stores of Miles carry the keys: Ray's pickles anything, Mooncake's is told
+how to encode them.
 
 What a sample brings, as attributes that the generate function sets, all optional, all ``[response length]`` or CSR
 over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one name a
@@ -28,11 +29,11 @@ import torch
 from offpolicy_corr.errors import RecordError
 from offpolicy_corr.record import SamplerRecord
 
-from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, first_module
+from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, first_module, torch_native
 from .settings import Settings
 from .versions import lags
 
-KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY)
+KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)
 _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
 _CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
@@ -46,7 +47,7 @@ class UnknownVersion(RuntimeError):
 class _Patch:
     owner: Any
     name: str
-    original: Callable[..., Any]
+    original: Any
 
 
 _installed: dict[str, _Patch] = {}
@@ -144,6 +145,11 @@ def extend_rollout() -> None:
     @functools.wraps(original)
     def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> Any:
         shards = original(args, data, partitions)
+        if torch_native(args) and args.calculate_per_token_loss:
+            data = {
+                **data,
+                STEP_TOKENS_KEY: step_tokens(data["loss_masks"], partitions, args.global_batch_size),
+            }
         for shard, partition in zip(shards, partitions, strict=True):
             shard.update(
                 {key: [data[key][i] for i in partition] for key in KEYS if key in data and key not in shard}
@@ -151,6 +157,28 @@ def extend_rollout() -> None:
         return shards
 
     _replace("shards", module, "_package_shards", package_shards)
+    specs = getattr(module, "ROLLOUT_DATA_VALUE_SPEC", None)
+    if specs is not None:  # what Mooncake's store is not told about, it hands out as nested lists
+        ours = {key: module.ValueSpec(codec="typed_ragged") for key in KEYS if key not in specs}
+        _replace("specs", module, "ROLLOUT_DATA_VALUE_SPEC", {**specs, **ours})
+
+
+def step_tokens(
+    masks: Sequence[Sequence[int]], partitions: Sequence[Sequence[int]], global_batch_size: int
+) -> list[np.ndarray[Any, Any]]:
+    """Per sample, int64 ``[1]``, how many tokens its optimizer step trains over all ranks.
+
+    Every rank takes its samples in order, ``global_batch_size / ranks`` a step. Samples behind the last whole step are
+    never trained on; theirs is 0.
+    """
+    size = global_batch_size // len(partitions)
+    found = [np.zeros(1, dtype=np.int64) for _ in masks]
+    for step in range(min(len(partition) for partition in partitions) // size):
+        members = [i for partition in partitions for i in list(partition)[step * size : (step + 1) * size]]
+        total = sum(int(np.sum(masks[i])) for i in members)
+        for i in members:
+            found[i][0] = total
+    return found
 
 
 def extend_trainer(args: Any = None) -> None:
@@ -183,9 +211,9 @@ def remove() -> None:
     _installed.clear()
 
 
-def _replace(name: str, owner: Any, attribute: str, function: Callable[..., Any]) -> None:
+def _replace(name: str, owner: Any, attribute: str, value: Any) -> None:
     _installed[name] = _Patch(owner, attribute, getattr(owner, attribute))
-    setattr(owner, attribute, function)
+    setattr(owner, attribute, value)
 
 
 def _probe_shards(original: Callable[..., Any]) -> None:
