@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from offpolicy_corr.integrations import sglang, vllm
 
 import offpolicy_corr as oc
 from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.tables import from_parquet, to_parquet
 
 VOCAB = 151_936
 SGLANG = SamplerSpec(engine="sglang", logprobs="temperature", vocab_size=VOCAB)
@@ -90,16 +91,46 @@ def support_response(tokens: int, mean: float = 8.0) -> dict[str, Any]:
     return {"output_ids": [row[0] for row in mask], "meta_info": meta}
 
 
-def vllm_response(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> dict[str, Any]:
-    content = []
-    for row, values in zip(ids.tolist(), logprobs.tolist(), strict=True):
+def vllm_response(ids: NDArray[np.int32], logprobs: NDArray[np.float32], route: str) -> dict[str, Any]:
+    """A "generate", "chat" or "completions" response."""
+    tokens, values = ids[:, 0].tolist(), logprobs[:, 0].tolist()
+    rows = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+    if route == "completions":
+        block: dict[str, Any] = {
+            "tokens": [f"token_id:{token}" for token in tokens],
+            "token_logprobs": values,
+            "top_logprobs": [{f"token_id:{token}": value for token, value in row} for row in rows],
+        }
+    else:
+        name = {
+            "generate": lambda token: {"token_id": token},
+            "chat": lambda token: {"token": f"token_id:{token}"},
+        }
         entries = [
-            {"token_id": t, "logprob": v, "rank": r}
-            for r, (t, v) in enumerate(zip(row, values, strict=True), 1)
+            [
+                name[route](token) | {"logprob": value, "rank": rank}
+                for rank, (token, value) in enumerate(row, 1)
+            ]
+            for row in rows
         ]
-        content.append(entries[0] | {"top_logprobs": entries})
-    choice = {"token_ids": ids[:, 0].tolist(), "logprobs": {"content": content}, "finish_reason": "length"}
-    return {"choices": [choice]}
+        block = {"content": [row[0] | {"top_logprobs": row} for row in entries]}
+    return {"choices": [{"token_ids": tokens, "logprobs": block, "finish_reason": "length"}]}
+
+
+class Entry(NamedTuple):
+    """What vLLM's ``Logprob`` holds."""
+
+    logprob: float
+    rank: int
+
+
+def vllm_dicts(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> SimpleNamespace:
+    """A ``CompletionOutput`` with a dict a row."""
+    rows = [
+        {token: Entry(value, rank) for rank, (token, value) in enumerate(zip(*row, strict=True), 1)}
+        for row in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+    return SimpleNamespace(token_ids=ids[:, 0].tolist(), logprobs=rows, finish_reason="length")
 
 
 def vllm_flat(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> SimpleNamespace:
@@ -144,16 +175,38 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
     forms.append(
         ("SGLang support, mean 8", support_response(tokens), lambda r: sglang.read_generate(r, SUPPORT))
     )
-    forms.append(("vLLM generate JSON", vllm_response(ids, logprobs), lambda r: vllm.read_json(r, VLLM)))
+    forms += [
+        (f"vLLM {route} JSON", vllm_response(ids, logprobs, route), lambda r: vllm.read_json(r, VLLM))
+        for route in ("generate", "chat", "completions")
+    ]
     rows = []
     for name, response, read in forms:
         text = json.dumps(response, separators=(",", ":")).encode()
         parsing = best_of(lambda text=text: parse(text))  # type: ignore[misc]
         reading = best_of(lambda response=response, read=read: read(response))  # type: ignore[misc]
         rows.append((name, len(text) / tokens, parsing / tokens * 1e6, reading / tokens * 1e6))
-    output = vllm_flat(ids, logprobs)
-    reading = best_of(lambda: vllm.read_output(output, VLLM, top_logprobs=width))
-    rows.append(("vLLM FlatLogprobs (Python)", float("nan"), 0.0, reading / tokens * 1e6))
+    for name, build in (("FlatLogprobs", vllm_flat), ("dict rows", vllm_dicts)):
+        output = build(ids, logprobs)
+        reading = best_of(lambda output=output: vllm.read_output(output, VLLM, top_logprobs=width))  # type: ignore[misc]
+        rows.append((f"vLLM {name} (Python)", float("nan"), 0.0, reading / tokens * 1e6))
+    return rows
+
+
+def disk_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]:
+    """(form, bytes a token, µs a token to write and flush, µs a token to read and verify)."""
+    record = sglang.read_generate(sglang_response(*draw_heads(tokens, width), form="base64"), SGLANG)
+    assert isinstance(record, oc.SamplerRecord)
+    forms: list[tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = [
+        ("safetensors, mapped", record.save, oc.SamplerRecord.load),
+        ("safetensors, compact", lambda path: record.save(path, compact=True), oc.SamplerRecord.load),
+        ("Parquet", lambda path: to_parquet(record, path), from_parquet),
+    ]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, write, read in forms:
+            path = Path(folder) / "record"
+            writing, reading = best_of(lambda w=write, p=path: w(p)), best_of(lambda r=read, p=path: r(p))  # type: ignore[misc]
+            rows.append((name, path.stat().st_size / tokens, writing / tokens * 1e6, reading / tokens * 1e6))
     return rows
 
 
@@ -248,6 +301,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'form':28} {'B/token':>9} {'parse µs':>9} {'read µs':>9}")
     for name, size, parsing, reading in wire_forms(options.tokens, options.width):
         print(f"{name:28} {size:9.0f} {parsing:9.2f} {reading:9.2f}")
+    print(f"\n{'on disk':28} {'B/token':>9} {'write µs':>9} {'read µs':>9}")
+    for name, size, writing, reading in disk_forms(options.tokens, options.width):
+        print(f"{name:28} {size:9.0f} {writing:9.2f} {reading:9.2f}")
     print(
         "\nSynthetic text; whole files of a fleet's record: tokens, log-probs, groups, versions, candidates."
     )

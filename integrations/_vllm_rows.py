@@ -106,7 +106,10 @@ def from_dicts(value: Any, count: int) -> RawRows:
 
 
 def _ranks(value: Any, field: str) -> NDArray[np.int64]:
-    return integers([UNRANKED if rank is None else rank for rank in sequence(value, field)], field)
+    ranks = sequence(value, field)
+    if type(None) in set(map(type, ranks)):
+        ranks = [UNRANKED if rank is None else rank for rank in ranks]
+    return integers(ranks, field)
 
 
 def from_entries(

@@ -27,7 +27,7 @@ from ._arrays import DAMAGED, columns, fail, flatten, floats, integers, mapping,
 from ._json import parsed
 from ._streams import join_vllm_json, join_vllm_objects
 
-TOKEN_ID = re.compile(r"token_id:(\d+)\Z")
+TOKEN_ID = re.compile(r"token_id:([0-9]{1,19})\n")
 AS_IDS = "Send return_tokens_as_token_ids=true and return_token_ids=true: text cannot be aligned with ids."
 
 
@@ -306,13 +306,13 @@ def _token_ids(
     if integer_ids:
         return integers(names, field)
     try:
-        matches = list(map(TOKEN_ID.match, names))
+        text = "\n".join([*names, ""])
     except TypeError:
         raise fail("a token is no text", field, None, DAMAGED) from None
-    unknown = sum(match is None for match in matches)
-    if unknown == 0:
-        return integers([int(match[1]) for match in matches if match is not None], field)
-    if optional and unknown == len(matches):
+    found = TOKEN_ID.findall(text)
+    if len(found) == len(names) and not TOKEN_ID.sub("", text):
+        return integers(list(map(int, found)), field)
+    if optional and not found:
         return None
     raise fail("tokens are given as text", field, None, AS_IDS)
 

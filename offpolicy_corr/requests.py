@@ -87,6 +87,12 @@ def _sglang(spec: SamplerSpec, centered: bool, num_candidates: int, endpoint: st
         if spec.limit is None:
             remedy = "Without filters declare logprobs='temperature', or set a finite top_k."
             raise RecordError("no mask without top-k", field="spec.top_k", value=spec.top_k, remedy=remedy)
+        if spec.speculative is not None and (spec.min_p or not spec.speculative.lower().startswith("dflash")):
+            remedy = (
+                "Sample without speculation, or without filters; DFlash alone reports masks, without min_p."
+            )
+            problem = "no mask under speculative decoding"
+            raise RecordError(problem, field="spec.speculative", value=spec.speculative, remedy=remedy)
         if spec.logprobs == "processed" and centered:
             remedy = "Declare logprobs='support': centering needs every candidate's log-prob."
             raise RecordError(

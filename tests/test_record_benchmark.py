@@ -26,10 +26,12 @@ def test_bulk_base64_is_read_fast_and_in_little_memory() -> None:
 
 
 def test_every_form_and_head_is_measured() -> None:
-    from offpolicy_corr.benchmarks.records import TEXTS, adaptive_heads, text_like, wire_forms
+    from offpolicy_corr.benchmarks.records import TEXTS, adaptive_heads, disk_forms, text_like, wire_forms
 
     forms = {name: (size, parsing + reading) for name, size, parsing, reading in wire_forms(256, 32)}
-    assert len(forms) == 6
+    assert len(forms) == 9
+    disk = {name: size for name, size, *_ in disk_forms(256, 32)}
+    assert disk["safetensors, compact"] < 0.9 * disk["safetensors, mapped"]
     assert forms["SGLang base64"][0] < forms["SGLang flat"][0] < forms["SGLang nested"][0]
     record, entropy = text_like(8192, *TEXTS[0][1:])
     assert entropy.mean() < 0.25  # what "low entropy" means here, nats

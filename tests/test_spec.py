@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import offpolicy_corr as oc
 from offpolicy_corr.requests import request_parameters
-from offpolicy_corr.spec import SamplerSpec, check_fleet
+from offpolicy_corr.spec import SamplerSpec, check_fleet, specs_from_plain, specs_to_plain
 
 NOT_LOG_Q: list[tuple[dict[str, Any], str, str]] = [
     ({"engine": "sglang", "logprobs": "temperature", "top_p": 0.9}, "spec.logprobs", "return_sampling_mask"),
@@ -116,6 +118,33 @@ def test_fleet_refuses_one_name_for_two_samplers_and_different_vocabularies() ->
     check_fleet([SamplerSpec(engine="x", logprobs="raw")], strict=False)
 
 
+@pytest.mark.parametrize("name", ["group", "weights", "engine_version", "speculative", "tokenizer_hash"])
+def test_names_are_text(name: str) -> None:
+    with pytest.raises(oc.RecordError, match=f"{name} must be text") as caught:
+        SamplerSpec(engine="vllm", logprobs="processed", **{name: 3})
+    assert caught.value.field == f"spec.{name}"
+
+
+def test_specs_survive_json_and_refuse_what_they_do_not_know() -> None:
+    specs = (
+        SamplerSpec(engine="sglang", logprobs="support", temperature=0.7, top_p=0.9, top_k=64, group="größe"),
+        SamplerSpec(engine="vllm", logprobs="raw", constrained=False, tensor_parallel=8),
+    )
+    plain = json.loads(json.dumps(specs_to_plain(specs)))
+    assert specs_from_plain(plain) == specs and set(plain[1]) == {"engine", "logprobs", "tensor_parallel"}
+    for wrong in (
+        None,
+        3,
+        ["x"],
+        [{}],
+        [{"engine": "vllm"}],
+        [plain[0] | {"later": 1}],
+        [plain[0] | {"top_p": 2}],
+    ):
+        with pytest.raises(oc.RecordError):
+            specs_from_plain(wrong)
+
+
 def test_sglang_requests() -> None:
     head = request_parameters(SamplerSpec(engine="sglang", logprobs="temperature", temperature=0.8))
     assert head.request["top_logprobs_num"] == 128 and head.request["return_flat_raw_top_logprobs_b64"]
@@ -134,6 +163,11 @@ def test_sglang_requests() -> None:
     assert replayed.request["sampling_logprobs_mode"] == "selected"
     with pytest.raises(oc.RecordError, match="Declare logprobs='support'"):
         request_parameters(selected)
+    dflash = replace(wide, speculative="DFLASH")
+    assert request_parameters(dflash).request["return_sampling_mask"]
+    for refused in (replace(wide, speculative="EAGLE"), replace(dflash, min_p=0.1)):
+        with pytest.raises(oc.RecordError, match="no mask under speculative"):
+            request_parameters(refused)
     chat = request_parameters(SamplerSpec(engine="sglang", logprobs="temperature"), endpoint="chat").request
     assert chat["return_meta_info"] and chat["return_token_ids"] and chat["top_logprobs"] == 128
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from pathlib import Path
@@ -11,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from offpolicy_corr.integrations.vllm import read_json, read_json_turns, read_output, read_stream
+from offpolicy_corr.integrations.vllm import read_json, read_output, read_stream
 
 import offpolicy_corr as oc
 from offpolicy_corr.spec import SamplerSpec
 
 FOLDER = Path(__file__).parent / "fixtures"
 FILES = {
-    part: json.loads((FOLDER / f"vllm_{part}.json").read_text()) for part in ("processed", "raw", "http")
+    part: json.loads((FOLDER / f"vllm_{part}.json").read_text())
+    for part in ("processed", "raw", "http", "http_raw")
 }
 ABOUT = FILES["processed"]["about"]
 PLAIN = SamplerSpec(
@@ -90,30 +90,52 @@ def test_every_http_shape_agrees_with_the_engines_objects(route: str, name: str)
 
 
 @pytest.mark.parametrize("name", ["head", "filtered"])
-@pytest.mark.parametrize("route", ["generate", "chat"])
-def test_streams_give_the_record_of_the_whole(route: str, name: str) -> None:
+@pytest.mark.parametrize("route", ["generate", "chat", "completions"])
+def test_streams_give_the_record_of_the_whole_or_miss_a_chunk(route: str, name: str) -> None:
     answers = FILES["http"]["answers"]
     whole, streamed = answers[f"{route}_{name}"], answers[f"{route}_{name}_stream"]
     left, right = read_json(whole, SPECS[name]), read_stream(streamed, SPECS[name])
     assert torch.equal(left.tokens, right.tokens) and torch.allclose(left.logprobs, right.logprobs)
-    with pytest.raises(oc.RecordError):
-        read_stream(streamed[:-2], SPECS[name])
-    lost = [streamed[0], *streamed[2:]]
-    with pytest.raises(oc.RecordError):
-        read_json_turns(_joined_with_usage(lost, len(left)), SPECS[name])
+    carries = [any(choice.get("token_ids") for choice in chunk["choices"]) for chunk in streamed]
+    assert any(carries)
+    for index in [index for index, needed in enumerate(carries) if needed]:
+        with pytest.raises(oc.RecordError):
+            read_stream(streamed[:index] + streamed[index + 1 :], SPECS[name])
 
 
-def _joined_with_usage(chunks: list[dict[str, Any]], count: int) -> dict[str, Any]:
-    """A lost chunk takes ids and values alike; only the count in the usage, or the spans, can tell."""
-    from offpolicy_corr.integrations._streams import join_vllm_json
+def test_usage_counts_the_tokens_of_all_choices() -> None:
+    two = FILES["http"]["answers"]["completions_two"]
+    assert [len(record) for record in read_json(two, PLAIN)] == [6, 6]
+    with pytest.raises(oc.RecordError, match="completion_tokens disagrees"):
+        read_json({**two, "choices": two["choices"][:1]}, PLAIN)
 
-    return join_vllm_json(copy.deepcopy(chunks)) | {"usage": {"completion_tokens": count}}
+
+@pytest.mark.parametrize("route", ["generate", "chat", "completions"])
+def test_raw_values_under_filters_are_refused_over_http(route: str) -> None:
+    with pytest.raises(oc.RecordError, match="raw-mode server"):
+        read_json(FILES["http_raw"]["answers"][f"{route}_filtered"], FILTERED)
 
 
 def test_raw_values_under_filters_are_refused() -> None:
     for name in ("filtered", "filtered_flat"):
         with pytest.raises(oc.RecordError, match="raw-mode server"):
             from_python("raw", name)
+
+
+def test_the_handwritten_mask_is_joined_with_its_values_and_says_what_it_is() -> None:
+    fixture = json.loads((FOLDER / "vllm_mask.json").read_text())
+    assert "by hand" in fixture["about"]["origin"]
+    read = read_json(fixture["response"], SamplerSpec(**fixture["spec"]))
+    assert rows_of(read)[0] == pytest.approx({42: -1.3862944, 5012: -0.2876821}) and rows_of(read)[1] == {
+        7: 0.0
+    }
+    assert read.candidates.complete.all() and read.weight_version.tolist() == [12, 12]
+    for row in (0, 1):
+        damaged = json.loads((FOLDER / "vllm_mask.json").read_text())["response"]
+        damaged["choices"][0]["sampling_mask"][row].append(9)
+        with pytest.raises(oc.RecordError, match="has no log-prob") as caught:
+            read_json(damaged, SamplerSpec(**fixture["spec"]))
+        assert caught.value.token == row
 
 
 def test_raw_and_processed_values_differ_by_the_temperature_alone() -> None:

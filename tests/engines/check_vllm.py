@@ -93,6 +93,7 @@ def test_http_shapes_agree_with_python(name: str) -> None:
     assert equal(read_stream(http[f"generate_{name}_stream"], spec), whole)
     completions, chat = read_json(http[f"completions_{name}"], spec), read_json(http[f"chat_{name}"], spec)
     assert equal(read_stream(http[f"chat_{name}_stream"], spec), chat)
+    assert equal(read_stream(http[f"completions_{name}_stream"], spec), completions)
     # one seed, one prompt: the same tokens and values on every route, up to the batch's rounding
     python = read("processed", name, spec)[0]
     for record in (whole, completions, chat):
@@ -100,6 +101,23 @@ def test_http_shapes_agree_with_python(name: str) -> None:
         assert torch.allclose(record.logprobs, python.logprobs[: len(record)], atol=0.05)
     if name == "filtered":
         assert equal(completions, whole) and equal(chat, whole)
+
+
+@pytest.mark.parametrize("route", ["generate", "chat", "completions"])
+def test_a_chunk_lost_on_the_way_is_noticed(route: str) -> None:
+    chunks = answers("http")[f"{route}_head_stream"]
+    for index in range(len(chunks)):
+        tokens = [choice.get("token_ids") for choice in chunks[index]["choices"]]
+        if any(tokens):
+            with pytest.raises(oc.RecordError):
+                read_stream(chunks[:index] + chunks[index + 1 :], PLAIN)
+
+
+def test_usage_counts_the_tokens_of_all_choices() -> None:
+    two = answers("http")["completions_two"]
+    assert len(read_json(two, PLAIN)) == 2
+    with pytest.raises(oc.RecordError, match="completion_tokens disagrees"):
+        read_json({**two, "choices": two["choices"] * 2}, PLAIN)
 
 
 @pytest.mark.parametrize("name", ["whole", "filtered"])
@@ -152,6 +170,27 @@ def test_raw_mode_without_filters_is_caught_against_the_trainer() -> None:
         logp, _, _ = oc.selected_logprobs(logits, record.tokens, None, record.temperature)
         kinds = {f.kind for f in inspect(record, trainer_logprobs=logp, on_finding="ignore").findings}
         assert ("mismatch" in kinds) == (part == "raw"), kinds
+
+
+@pytest.mark.parametrize("route", ["generate", "chat", "completions"])
+def test_raw_mode_under_filters_is_refused_over_http(route: str) -> None:
+    read_json(answers("http")[f"{route}_filtered"], FILTERED)
+    with pytest.raises(oc.RecordError, match="raw-mode server"):
+        read_json(answers("http_raw")[f"{route}_filtered"], FILTERED)
+
+
+def test_raw_mode_without_filters_is_caught_over_http_against_the_trainer() -> None:
+    drawn = []
+    for part in ("http", "http_raw"):
+        record = oc.SamplerRecord.concat([
+            read_json(answers(part)[f"prompt_{i}"], PLAIN) for i in range(len(trainer()[part]))
+        ])  # fmt: skip
+        drawn.append(record.tokens.tolist())
+        logits = torch.cat(trainer()[part]) * TEMPERATURE
+        logp, _, _ = oc.selected_logprobs(logits, record.tokens, None, record.temperature)
+        kinds = {f.kind for f in inspect(record, trainer_logprobs=logp, on_finding="ignore").findings}
+        assert ("mismatch" in kinds) == (part == "http_raw"), (part, kinds)
+    assert drawn[0] == drawn[1], "mode changes what is reported, never what is drawn"
 
 
 def test_raw_mode_is_refused_by_its_own_spec() -> None:

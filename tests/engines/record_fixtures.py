@@ -16,10 +16,12 @@ PYTHON = ("head", "head_flat", "sampled", "filtered", "filtered_flat")
 
 
 def main(source: Path, target: Path) -> None:
-    for part in ("processed", "raw", "http"):
+    for part in ("processed", "raw", "http", "http_raw"):
         loaded = json.loads((source / f"{part}.json").read_text())
         answers: dict[str, Any] = loaded["answers"]
-        if part != "http":
+        if part.startswith("http"):
+            answers = {name: answer for name, answer in answers.items() if not name.startswith("prompt_")}
+        else:
             answers = {name: answers[name][:1] for name in PYTHON if name in answers}
         about = loaded["about"] | {"command": COMMAND, "top_p": 0.6, "top_k": 24, "vocab_size": 192}
         text = json.dumps({"about": about, "answers": answers}, separators=(",", ":"))

