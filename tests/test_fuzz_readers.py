@@ -1,7 +1,6 @@
 """Damaged responses: a reader raises `RecordError`, or returns exactly what the damaged response says.
 
-The number of cases per test is READER_FUZZ_CASES (default 250: about 10³ in all; the nightly target sets
-25000).
+The number of cases per test is READER_FUZZ_CASES (default 100: over 10³ in all; the nightly target sets 10000).
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ import offpolicy_corr as oc
 from answers import (
     HEAD,
     PLAIN,
+    SELECTED,
     SUPPORT,
     as_flat,
     good_rows,
     good_sglang,
     good_support,
+    log,
     vllm_dicts,
     vllm_flat,
     vllm_generate,
@@ -63,12 +64,45 @@ def vllm_chunks() -> list[dict[str, Any]]:
     return parts
 
 
+def sglang_chat() -> dict[str, Any]:
+    whole = good_sglang()
+    return {"choices": [{"response_token_ids": whole["output_ids"], "meta_info": whole["meta_info"]}]}
+
+
+def sglang_selected() -> dict[str, Any]:
+    response = good_support()
+    response["meta_info"]["output_token_sampling_logprobs"] = log([0.3, 1.0])
+    return response
+
+
+def vllm_chat() -> dict[str, Any]:
+    response = vllm_generate([5, 7], [row[:2] for row in good_rows()])
+    for entry in response["choices"][0]["logprobs"]["content"]:
+        for item in (entry, *entry["top_logprobs"]):
+            item["token"] = f"token_id:{item.pop('token_id')}"
+    return response
+
+
+def vllm_completions() -> dict[str, Any]:
+    rows = good_rows()
+    block = {
+        "tokens": [f"token_id:{row[0][0]}" for row in rows],
+        "token_logprobs": [row[0][1] for row in rows],
+        "top_logprobs": [{f"token_id:{token}": value for token, value, _ in row} for row in rows],
+    }
+    return {"choices": [{"token_ids": [5, 7], "logprobs": block, "finish_reason": "stop"}]}
+
+
 BASES: dict[str, Any] = {
     "sglang nested": (good_sglang(), HEAD, read_generate),
     "sglang flat": (as_flat(good_sglang(), coded=False), HEAD, read_generate),
     "sglang base64": (as_flat(good_sglang(), coded=True), HEAD, read_generate),
     "sglang support": (good_support(), SUPPORT, read_generate),
+    "sglang selected": (sglang_selected(), SELECTED, read_generate),
+    "sglang chat": (sglang_chat(), HEAD, read_chat),
     "vllm generate": (vllm_generate([5, 7], good_rows()), PLAIN, read_json),
+    "vllm chat": (vllm_chat(), PLAIN, read_json),
+    "vllm completions": (vllm_completions(), PLAIN, read_json),
 }
 STREAMS: dict[str, Any] = {
     "sglang": (sglang_chunks(), HEAD, lambda chunks, spec: read_stream(chunks, spec, incremental=True)),
@@ -148,23 +182,39 @@ def outcome(response: Any, base: str) -> oc.SamplerRecord | None:
 def literal(response: Any, base: str) -> tuple[list[int], list[float], list[set[int]]]:
     """Ids, log-probs and candidate sets as the response spells them, one token at a time."""
     if base.startswith("vllm"):
+        return literal_vllm(response["choices"][0])
+    if base == "sglang chat":
         choice = response["choices"][0]
-        content = choice["logprobs"]["content"]
-        ids = choice.get("token_ids")
-        ids = [entry["token_id"] for entry in content] if ids is None else ids
-        candidates = [{e["token_id"] for e in entry.get("top_logprobs") or []} for entry in content]
-        return ids, [entry["logprob"] for entry in content], candidates
+        response = {"output_ids": choice.get("response_token_ids"), "meta_info": choice["meta_info"]}
     meta = response["meta_info"]
     triples = meta.get("output_token_logprobs")
     ids = response.get("output_ids")
     ids = [entry[1] for entry in triples] if ids is None else ids
+    values = meta.get("output_token_sampling_logprobs")
+    if base == "sglang selected":
+        return ids, values, [set(row) for row in meta["output_token_sampling_mask"]]
     if base == "sglang support":
-        mask, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        mask = meta["output_token_sampling_mask"]
         own = [row[ids_.index(t)] for t, ids_, row in zip(ids, mask, values, strict=True)]
         return ids, own, [set(row) for row in mask]
     nested = meta.get("output_top_logprobs")
     sets = [{entry[1] for entry in row} for row in nested] if nested else []
     return ids, [entry[0] for entry in triples], sets
+
+
+def literal_vllm(choice: dict[str, Any]) -> tuple[list[int], list[float], list[set[int]]]:
+    def number(entry: dict[str, Any]) -> int:
+        return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
+
+    block, ids = choice["logprobs"], choice.get("token_ids")
+    if "token_logprobs" in block:
+        named = [[{"token": name} for name in row or ()] for row in block.get("top_logprobs") or ()]
+        ids = [number({"token": name}) for name in block["tokens"]] if ids is None else ids
+        return ids, block["token_logprobs"], [set(map(number, row)) for row in named]
+    content = block["content"]
+    ids = [number(entry) for entry in content] if ids is None else ids
+    candidates = [set(map(number, entry.get("top_logprobs") or ())) for entry in content]
+    return ids, [entry["logprob"] for entry in content], candidates
 
 
 @pytest.mark.parametrize("base", BASES)
