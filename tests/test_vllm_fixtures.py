@@ -32,7 +32,7 @@ FILTERED = SamplerSpec(
     top_k=ABOUT["top_k"],
     vocab_size=ABOUT["vocab_size"],
 )
-SPECS = {"head": PLAIN, "sampled": PLAIN, "filtered": FILTERED}
+SPECS = {"head": PLAIN, "relabelled": PLAIN, "sampled": PLAIN, "filtered": FILTERED}
 
 
 def from_python(part: str, name: str) -> oc.SamplerRecord:
@@ -145,6 +145,10 @@ def test_raw_and_processed_values_differ_by_the_temperature_alone() -> None:
         assert ids == sorted(after)
         gaps = [(before[a] - before[b]) / ABOUT["temperature"] for a, b in itertools.pairwise(ids)]
         assert gaps == pytest.approx([after[a] - after[b] for a, b in itertools.pairwise(ids)], abs=1e-3)
+
+
+def test_a_version_that_changed_while_sampling_comes_as_spans() -> None:
+    assert from_python("processed", "relabelled").weight_version.tolist() == [-1, -1, -1, 42, 42, 42]
 
 
 def test_the_undeclared_version_is_carried() -> None:

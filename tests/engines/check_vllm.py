@@ -148,6 +148,13 @@ def test_trainer_agrees_to_bfloat16(name: str) -> None:
     assert (candidate_logp - record.candidates.logprobs).abs().mean() < 0.03
 
 
+def test_a_version_that_changed_while_sampling_comes_as_spans() -> None:
+    (item,) = answers("processed")["relabelled"]
+    record = read_output(as_object(item["output"]), PLAIN)
+    versions = record.weight_version.tolist()
+    assert versions == sorted(versions) and set(versions) == {-1, 42}
+
+
 def test_raw_mode_under_filters_is_refused() -> None:
     refused = 0
     for item in answers("raw")["filtered"]:
