@@ -102,15 +102,9 @@ def vllm_response(ids: NDArray[np.int32], logprobs: NDArray[np.float32], route: 
             "top_logprobs": [{f"token_id:{token}": value for token, value in row} for row in rows],
         }
     else:
-        name = {
-            "generate": lambda token: {"token_id": token},
-            "chat": lambda token: {"token": f"token_id:{token}"},
-        }
+        key, form = ("token_id", int) if route == "generate" else ("token", "token_id:{}".format)
         entries = [
-            [
-                name[route](token) | {"logprob": value, "rank": rank}
-                for rank, (token, value) in enumerate(row, 1)
-            ]
+            [{key: form(token), "logprob": value, "rank": rank} for rank, (token, value) in enumerate(row, 1)]
             for row in rows
         ]
         block = {"content": [row[0] | {"top_logprobs": row} for row in entries]}

@@ -264,7 +264,7 @@ def test_a_stream_that_nobody_counted_is_refused_and_a_lost_chunk_is_noticed() -
     counted = stream()[:-1]
     counted[1]["choices"][0]["weight_versions"] = spans
     assert read_stream(counted, PLAIN).tokens.tolist() == TOKENS
-    with pytest.raises(oc.RecordError, match="version spans|bad span"):
+    with pytest.raises(oc.RecordError, match="version spans"):
         read_stream(counted[1:], PLAIN)
 
 
