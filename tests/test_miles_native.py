@@ -5,7 +5,8 @@ Skipped without a checkout. The built-in policy loss needs megatron-core for its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from offpolicy_corr.integrations.miles import policy_loss
 
 import miles_double as double
 import offpolicy_corr as oc
+from live_memory import Live
 
 pytestmark = pytest.mark.skipif(not double.MILES_SRC, reason="MILES_SRC is not set")
 
@@ -151,12 +153,13 @@ def native() -> Any:
 
 
 def native_loss(
-    problem: double.Problem, args: Any, mode: str, support: bool
+    problem: double.Problem, args: Any, mode: str, support: bool, leaf: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Native score centering with Miles' reducer: loss, and gradient over the packed row."""
-    module, state = native(), double.single()
+    state = double.single()
     double.install(state)
-    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    module = native()
+    leaf = packed(problem, args) if leaf is None else leaf
     batch = double.make_batch(problem, args, state, "dense" if support else "heads")
     starts = torch.tensor([0, *problem.totals]).cumsum(0)
     rows = [
@@ -172,7 +175,7 @@ def native_loss(
     wanted = torch.cat([sampled[:, None], ids], 1)
     options = {"temperature": args.rollout_temperature, "sampling_support": support}
     scored, _ = module.selected_log_probs_and_entropy(torch.cat(rows), wanted, **options)
-    inputs = module.ScoreCenteringInputs(
+    columns = (
         scored[:, 0],
         scored[:, 1:],
         torch.where(active, torch.cat(batch["rollout_log_probs"]), 0.0).to(scored.dtype),
@@ -180,17 +183,26 @@ def native_loss(
         (ids >= 0) & active[:, None],
         torch.where(active, torch.cat(batch["advantages"]), 0.0).to(scored.dtype),
     )
-    token_loss, _ = module.score_centering_loss(inputs, mode=mode)
+    if "mode" in module.ScoreCenteringInputs.__dataclass_fields__:
+        token_loss, _ = module.score_centering_loss(module.ScoreCenteringInputs(*columns, mode=mode))
+    else:
+        token_loss, _ = module.score_centering_loss(module.ScoreCenteringInputs(*columns), mode=mode)
     loss = double.make_reducer(batch, args, state, problem)(token_loss)
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad
 
 
-def ours(problem: double.Problem, args: Any, candidates: str) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(problem: double.Problem, args: Any) -> torch.Tensor:
+    return double.local_logits(problem, problem.logits, args, double.single()).clone().requires_grad_()
+
+
+def ours(
+    problem: double.Problem, args: Any, candidates: str, leaf: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     state = double.single()
     double.install(state)
-    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    leaf = packed(problem, args) if leaf is None else leaf
     batch = double.make_batch(problem, args, state, candidates)
     loss, _ = policy_loss(args, batch, leaf, double.make_reducer(batch, args, state, problem))
     loss.backward()
@@ -243,3 +255,34 @@ def test_where_tails_are_thin_ours_stays_with_fp64(mode: str) -> None:
     print(f"{mode}: relative distance to fp64, ours {mine:.1e}, native {native_distance:.1e}")
     assert mine < 1e-4
     assert mine <= max(native_distance * 2, 1e-6)
+
+
+def test_time_and_peak_memory_beside_native() -> None:
+    """fp32 logits, as Megatron hands them to a custom loss. Printed; ours needs less memory whatever the machine."""
+    problem = double.make_problem(
+        seed=7, prompts=(64,), responses=(960,), vocab=2**15, head=64, dtype=torch.float32
+    )
+    args = double.make_args()
+    runs: dict[str, Callable[[torch.Tensor], Any]] = {
+        "native": lambda leaf: native_loss(problem, args, "mis", False, leaf),
+        "ours": lambda leaf: ours(problem, args, "heads", leaf),
+        "ours, in place": lambda leaf: ours(problem, in_place, "heads", leaf),
+    }
+    in_place = double.make_args(offpolicy_corr={"inplace_logits": True})
+    size = packed(problem, args).untyped_storage().nbytes()
+    peaks, seconds = {}, {}
+    for name, run in runs.items():
+        run(packed(problem, args))
+        times = []
+        for _ in range(3):
+            leaf = packed(problem, args)
+            start = time.perf_counter()
+            run(leaf)
+            times.append(time.perf_counter() - start)
+        seconds[name] = min(times)
+        leaf = packed(problem, args)
+        with Live() as live:
+            run(leaf)
+        peaks[name] = live.peak / size
+        print(f"{name}: {seconds[name]:.3f} s, peak {peaks[name]:.2f} times the logits, the logits included")
+    assert peaks["ours, in place"] < peaks["ours"] < peaks["native"]
