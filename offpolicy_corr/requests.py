@@ -126,7 +126,9 @@ def _vllm(spec: SamplerSpec, centered: bool, num_candidates: int, endpoint: str)
                 raise RecordError("vLLM's chat has no mask", field="endpoint", value=endpoint, remedy=remedy)
     # chat rows are cut to the request, sampled token included: one more keeps the head whole
     count += int(endpoint == "chat" and centered and spec.limit is None)
-    if count > VLLM_LOGPROBS_CAP:
+    if spec.logprobs == "support" and spec.limit is None:
+        count = -1  # without filters the support is the vocabulary
+    if count > VLLM_LOGPROBS_CAP or count < 0:
         flags.append(f"--max-logprobs {count}")
     if endpoint == "generate":
         flags.append("--enable-scale-out")

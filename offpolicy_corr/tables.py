@@ -40,8 +40,8 @@ def to_arrow(
     Raises:
         ImportError: pyarrow is missing (``pip install offpolicy-corr[records]``).
     """
-    arrow = _pyarrow()
-    sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids
+    arrow, record = _pyarrow(), record.to("cpu")
+    sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids.cpu()
     order = sequence.argsort(stable=True)
     record = record.select(order)
     numbers, counts = torch.unique_consecutive(sequence[order], return_counts=True)
@@ -56,7 +56,7 @@ def to_arrow(
     columns |= _named(arrow, "group", record.group, record.group_names)
     columns |= _named(arrow, "weight_version", record.weight_version, record.version_names or ())
     if loss_mask is not None:
-        columns["loss_mask"] = (loss_mask[order] != 0).numpy()
+        columns["loss_mask"] = (loss_mask.cpu()[order] != 0).numpy()
     if record.candidates is not None:
         columns |= _candidate_columns(arrow, record.candidates)
     lists = {name: _lists(arrow, rows, values) for name, values in columns.items()}

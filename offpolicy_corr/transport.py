@@ -83,7 +83,8 @@ def to_fields(
     """
     if support not in ("top_p", "sampling_mask"):
         raise ValueError(f"support must be 'top_p' or 'sampling_mask', got {support!r}")
-    trained = as_mask(loss_mask, record.tokens)
+    record = record.to("cpu")
+    trained = as_mask(None if loss_mask is None else loss_mask.cpu(), record.tokens)
     trained = torch.ones_like(record.tokens, dtype=torch.bool) if trained is None else trained
     fields: dict[str, Any] = {}
     if record.logprobs is not None:

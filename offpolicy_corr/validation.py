@@ -12,7 +12,7 @@ from torch import Tensor
 from .candidates import CandidateSet
 from .errors import RecordError
 from .missing import SENTINEL
-from .segments import row_index
+from .segments import row_index, segment_sum
 from .spec import SamplerSpec
 
 if TYPE_CHECKING:
@@ -294,21 +294,20 @@ def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Te
         ),
     ]
     if candidates.logprobs is not None:
-        checks += _logprob_checks(record, rows, is_token)
+        checks += _logprob_checks(record, offsets, rows, is_token)
     if trained is not None:
         checks = [_only(check, trained) for check in checks]
     return structure + checks
 
 
-def _logprob_checks(record: SamplerRecord, rows: Tensor, is_token: Tensor) -> list[Check]:
+def _logprob_checks(record: SamplerRecord, offsets: Tensor, rows: Tensor, is_token: Tensor) -> list[Check]:
     candidates = record.candidates
     assert candidates is not None and candidates.logprobs is not None
     logq, complete = candidates.logprobs, candidates.complete
     remedy = "Record log q: after temperature and filters, in float32."
-    bad = logq.isnan() | (logq > LOGPROB_ABOVE_ZERO)
+    bad = ~(logq <= LOGPROB_ABOVE_ZERO)
     checks = [Check(bad, "candidates.logprobs", logq, "candidate log-prob is NaN or above 0", remedy, rows)]
-    mass = torch.zeros(len(record), dtype=torch.float64, device=logq.device)
-    mass.index_add_(0, rows, logq.double().exp())
+    mass = segment_sum(logq.exp().double(), offsets)
     head = ~complete & (mass > 1.0 + HEAD_MASS_ABOVE_ONE)
     problem = "the head's probabilities sum to more than 1"
     checks.append(
@@ -319,12 +318,15 @@ def _logprob_checks(record: SamplerRecord, rows: Tensor, is_token: Tensor) -> li
     remedy = "Record post-filter log-probs of the whole support, or mark the row as a head."
     checks.append(Check(off, "candidates.logprobs", mass, problem, remedy))
     if record.logprobs is not None:
-        own = record.logprobs.to(logq.dtype)[rows]
+        # few entries are a token's own: where that costs no host sync, only they are looked at
+        at = is_token.nonzero().squeeze(1) if logq.device.type == "cpu" else slice(None)
+        entry, owner = logq[at], rows[at]
+        own = record.logprobs.to(logq.dtype)[owner]
         rtol, atol = SAME_VALUE
-        differs = is_token & ~((logq - own).abs() <= atol + rtol * own.abs())
+        differs = is_token[at] & ~((entry - own).abs() <= atol + rtol * own.abs())
         problem = "the sampled token's log-prob differs from its entry among the candidates"
         remedy = "Both must be log q: one was recorded before temperature or a filter."
-        checks.append(Check(differs, "candidates.logprobs", logq, problem, remedy, rows))
+        checks.append(Check(differs, "candidates.logprobs", entry, problem, remedy, owner))
     return checks
 
 
@@ -342,7 +344,7 @@ def _safe_offsets(offsets: Tensor, nnz: int) -> tuple[Tensor, list[Check]]:
 
 def _row_any(flags: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     found = torch.zeros(num_rows + 1, dtype=torch.bool, device=flags.device)
-    found[torch.where(flags, rows, num_rows)] = True
+    found[rows[flags] if flags.device.type == "cpu" else torch.where(flags, rows, num_rows)] = True
     return found[:-1]
 
 

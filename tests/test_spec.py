@@ -187,6 +187,9 @@ def test_vllm_requests() -> None:
         request_parameters(filtered, oc.Correction(center=False), endpoint="chat")
     raw = request_parameters(SamplerSpec(engine="vllm", logprobs="raw"), num_candidates=20)
     assert raw.server_flags == ("--logprobs-mode raw_logprobs", "--enable-scale-out")
+    everything = request_parameters(SamplerSpec(engine="vllm", logprobs="support"))
+    assert everything.request["sampling_params"]["logprobs"] == -1
+    assert "--max-logprobs -1" in everything.server_flags
     chat = request_parameters(SamplerSpec(engine="vllm", logprobs="processed"), endpoint="chat").request
     assert chat["return_tokens_as_token_ids"] and chat["top_logprobs"] == 129
 
