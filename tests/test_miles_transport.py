@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from offpolicy_corr.integrations.miles.versions import lags
 
 import miles_double as double
 import offpolicy_corr as oc
+from offpolicy_corr.assembly import Turn, assemble
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 ITERATOR = "miles.backends.training_utils.data"
@@ -248,6 +250,176 @@ def test_a_reader_s_record_reaches_the_loss(kind: str) -> None:
     assert float(metrics["offpolicy_corr/group/h100/tokens"]) == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("kind", ["heads", "supports"])
+def test_turns_with_tool_tokens_between_reach_the_loss(kind: str) -> None:
+    """Two turns drawn by two groups; what nobody sampled has no candidates, no group, no q, and is not trained."""
+    problem = double.make_problem(seed=14, prompts=(2,), responses=(5,), vocab=11)
+    problem.tokens[0][:] = torch.tensor([1, 2, 3, 4, 9, 9, 5])
+    problem.masks[0] = mask = torch.tensor([1, 1, 0, 0, 1], dtype=torch.int32)
+    q = torch.tensor([0.4, 0.3, 0.2]).log().expand(5, 3)
+    ids = (problem.tokens[0][2:, None] + torch.tensor([0, 1, 2])) % 11
+    complete = q.log_softmax(-1) if kind == "supports" else q
+    heads = oc.CandidateSet.from_topk(ids, complete)
+    if kind == "supports":
+        heads = oc.CandidateSet.from_support(ids.flatten(), torch.arange(0, 16, 3), complete.flatten())
+    whole = oc.SamplerRecord(problem.tokens[0][2:], complete[:, 0], heads)
+    semantics = {"logprobs": "support", "top_k": 3} if kind == "supports" else {"logprobs": "temperature"}
+    turns = [
+        Turn(
+            whole.select(torch.arange(start, stop)),
+            problem.tokens[0][: 2 + start],
+            oc.SamplerSpec(engine="sglang", temperature=1.0, group=group, **semantics),
+        )
+        for start, stop, group in ((0, 2, "h100"), (4, 5, "b200"))
+    ]
+    trajectory = assemble(turns)
+    sample = samples_of(problem)[0]
+    transport.attach(sample, trajectory.record.select(torch.arange(2, 7)), loss_mask=trajectory.loss_mask[2:])
+    assert sample.loss_mask == mask.tolist()
+    assert sample.rollout_log_probs[2:4] == [0.0, 0.0]
+    filters = {"rollout_top_p": 0.9, "rollout_top_k": 3} if kind == "supports" else {}
+    args, state = double.make_args(offpolicy_corr={"groups": ["b200", "h100"]}, **filters), double.single()
+    data = transport.extra_keys(transport.Settings.of(args.offpolicy_corr), [sample])
+    assert data["offpolicy_corr_group"][0].tolist() == [1, 1, -1, -1, 0]
+    double.install(state)
+    batch = {**double.make_batch(problem, args, state, "none"), **data}
+    batch["rollout_log_probs"] = [torch.tensor(sample.rollout_log_probs)]
+    leaves = double.make_leaves(problem)
+    logits = double.local_logits(problem, leaves, args, state)
+    loss, metrics = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+    want = oc.policy_loss(
+        problem.logits[0][1:6], whole, problem.advantages[0].double(), loss_mask=mask.bool()
+    ).loss
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9)
+    assert float(metrics["offpolicy_corr/group/h100/tokens"]) == pytest.approx(2 / 3)
+
+
+def test_a_token_drawn_at_another_temperature_is_refused() -> None:
+    samples = samples_of(double.make_problem())
+    for sample, drawn_at in zip(samples, (1.0, torch.tensor([1.0] * 8 + [0.7]), 1.0), strict=True):
+        record = oc.SamplerRecord(
+            torch.tensor(sample.tokens[-sample.response_length :]),
+            torch.full((sample.response_length,), -1.0),
+            temperature=drawn_at,
+        )
+        transport.attach(sample, record)
+    with pytest.raises(oc.RecordError, match="another temperature") as caught:
+        transport.convert_samples(converter_args(), samples)
+    assert (caught.value.sample, caught.value.token) == (1, 8)
+
+
+def test_step_tokens_follow_miles_cut_into_steps() -> None:
+    masks = [[1] * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)]
+    tokens = transport.step_tokens(masks, [[8, 0, 2, 4], [1, 3, 5, 7]], 4)
+    assert [int(count[0]) for count in tokens] == [16, 16, 22, 16, 22, 22, 0, 22, 16]
+
+
+def test_the_step_s_tokens_travel_for_torch_native_trainers_alone() -> None:
+    problem = double.make_problem()
+    for backend, found in (("fsdp", True), ("megatron", False)):
+        args = converter_args()
+        vars(args).update(calculate_per_token_loss=True, global_batch_size=2, train_backend=backend)
+        data = transport.convert_samples(args, samples_of(problem))
+        data["total_lengths"] = problem.totals
+        shards = conversion()._package_shards(args, data, [[0], [1]])
+        assert all(("offpolicy_corr_step_tokens" in shard) == found for shard in shards)
+        if found:
+            want = sum(int(mask.sum()) for mask in problem.masks[:2])
+            assert [int(shard["offpolicy_corr_step_tokens"][0][0]) for shard in shards] == [want, want]
+
+
+def loss_of(batch: dict[str, Any], problem: double.Problem, args: Any) -> torch.Tensor:
+    """The loss over a shard that a store handed out."""
+    state = double.single()
+    double.install(state)
+    batch = {
+        **double.make_batch(problem, args, state, "none"),
+        **{k: batch[k] for k in batch if k in transport.KEYS},
+    }
+    logits = double.local_logits(problem, problem.logits, args, state)
+    loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+    return loss
+
+
+def shard_of(problem: double.Problem, args: Any) -> dict[str, Any]:
+    data = transport.convert_samples(args, samples_of(problem))
+    data["total_lengths"] = problem.totals
+    return conversion()._package_shards(args, data, [[0, 1, 2]])[0]
+
+
+def test_shards_survive_ray_s_object_store() -> None:
+    ray = pytest.importorskip("ray")
+    problem = double.make_problem()
+    args = converter_args(groups=["b200", "h100"])
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    try:
+        shard = ray.get(ray.put(shard_of(problem, args)))
+        assert not shard["rollout_topk_token_ids"][0].flags.writeable
+        want, _, _ = double.expected(problem, args)
+        torch.testing.assert_close(loss_of(shard, problem, args), want, rtol=1e-9, atol=1e-9)
+    finally:
+        ray.shutdown()
+
+
+def test_ray_s_worker_hook_extends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How torch-native trainers get the extension: they have no hook of their own."""
+    ray = pytest.importorskip("ray")
+    if not double.MILES_SRC:
+        pytest.skip("a worker process has no double")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(double.MILES_SRC), os.environ.get("PYTHONPATH", "")])
+    )
+    hook = {"worker_process_setup_hook": "offpolicy_corr.integrations.miles.transport.extend_trainer"}
+    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    ray.init(**options, log_to_driver=False, runtime_env=hook)
+    try:
+        assert ray.get(ray.remote(lambda: sorted(transport._installed)).remote()) == ["iterator"]
+    finally:
+        ray.shutdown()
+
+
+def test_shards_survive_mooncake_s_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Miles tells Mooncake's store how to encode each key; a store in memory stands in for the server."""
+    mooncake = pytest.importorskip("mooncake.structured_object_store")
+    if not hasattr(conversion(), "ROLLOUT_DATA_VALUE_SPEC"):
+        pytest.skip("this Miles has one object store")
+    from miles.utils import object_store
+
+    monkeypatch.setattr(object_store, "FieldSchema", mooncake.FieldSchema)
+    problem = double.make_problem()
+    args = converter_args(groups=["b200", "h100"])
+    shard = {
+        key: value for key, value in shard_of(problem, args).items() if key in (*transport.KEYS, "tokens")
+    }
+    schemas = object_store._field_schemas_for_value(shard, conversion().ROLLOUT_DATA_VALUE_SPEC)
+    transfer = mooncake.MooncakeBundleTransfer(MemoryStore(), key_prefix="test")
+    ref = transfer.put(
+        shard, type="dict", namespace="miles", chunk_bytes=None, config=None, field_schemas=schemas
+    )
+    found = transfer.get(mooncake.import_ref(mooncake.export_ref(ref)), type="dict")
+    assert isinstance(found["rollout_topk_token_ids"][0], np.ndarray)
+    want, _, _ = double.expected(problem, args)
+    torch.testing.assert_close(loss_of(found, problem, args), want, rtol=1e-9, atol=1e-9)
+
+
+class MemoryStore(dict):  # type: ignore[type-arg]
+    """The four calls that Mooncake's transfer makes of its store."""
+
+    def put(self, key: str, value: Any, config: Any = None) -> int:
+        self[key] = bytes(value)
+        return 0
+
+    def get(self, key: str, default: Any = b"") -> Any:
+        return super().get(key, default)
+
+    def remove(self, key: str, force: bool = False) -> int:
+        self.pop(key, None)
+        return 0
+
+    def is_exist(self, key: str) -> int:
+        return int(key in self)
+
+
 def test_attaching_clears_an_earlier_attempt() -> None:
     problem = double.make_problem()
     sample = samples_of(problem)[0]
@@ -256,6 +428,9 @@ def test_attaching_clears_an_earlier_attempt() -> None:
     assert sample.rollout_topk_token_ids is None
     with pytest.raises(oc.RecordError, match="lengths disagree"):
         transport.attach(sample, record.select(torch.arange(2)))
+    with pytest.raises(oc.RecordError, match="tokens disagree") as caught:
+        transport.attach(sample, record.select(torch.arange(len(record)).flip(0)))
+    assert caught.value.token is not None
 
 
 def test_unknown_groups_are_refused() -> None:

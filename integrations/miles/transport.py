@@ -9,9 +9,9 @@ Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: 
 how to encode them.
 
 What a sample brings, as attributes that the generate function sets, all optional, all ``[response length]`` or CSR
-over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one name a
-token), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well. `attach` sets them from
-a record that `offpolicy_corr.integrations.sglang` read.
+over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one a token,
+None where nobody sampled), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well.
+`attach` sets them from a record that `offpolicy_corr.integrations.sglang` read.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offpolicy_corr.candidates import CandidateSet
 from offpolicy_corr.errors import RecordError
 from offpolicy_corr.record import SamplerRecord
 
@@ -35,6 +36,7 @@ from .versions import lags
 
 KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)
 _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
+_TEMPERATURE = "offpolicy_corr_temperature"  # on samples alone: compared with the run's, never shipped
 _CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
 
@@ -58,7 +60,8 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         UnknownVersion: Miles' conversion or packing is not the one that is known.
-        RecordError: an array that some samples have and others lack, or of another length than its response.
+        RecordError: an array that some samples have and others lack, or of another length than its response; a token
+            that was not drawn at ``rollout_temperature``.
         ValueError: options under which Miles does not tell a converter what it needs.
     """
     for name in ("use_dynamic_global_batch_size", "multi_lora", "delay_split_train_data_by_dp"):
@@ -67,6 +70,7 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
                 f"{name} with the transport extension: Miles does not hand its metadata to a converter"
             )
     extend_rollout()
+    _check_temperature(args, samples)
     data: dict[str, Any] = _converter()(args, list(samples))
     extra = extra_keys(Settings.of(getattr(args, "offpolicy_corr", None)), samples)
     return {**extra, **data}
@@ -87,43 +91,73 @@ def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any
     return found
 
 
-def attach(sample: Any, record: SamplerRecord, group: str | None = None) -> None:
+def attach(
+    sample: Any, record: SamplerRecord, group: str | None = None, loss_mask: torch.Tensor | None = None
+) -> None:
     """Put a record of one whole response (see `offpolicy_corr.integrations.sglang`) onto a sample of Miles.
 
     Sets ``rollout_log_probs``, the candidate arrays that the record holds, and the group; clears what an earlier
     attempt left. Call it last in a generate function: turns that Miles appends or merges later are not in the record.
 
+    Args:
+        sample: ``tokens`` and ``response_length`` are set.
+        record: the response's tokens, ``[R]``. Of several turns: `offpolicy_corr.assembly.assemble` joins them, tool
+            tokens included; select what lies behind the first prompt.
+        group: the group that drew all of it; None: the record's own groups, token by token, where it has some.
+        loss_mask: bool ``[R]``, False at tokens that nobody sampled; becomes the sample's. None: all are trained.
+
     Raises:
-        RecordError: a record of another length, without log-probs, or with heads and supports in one response.
+        RecordError: a record of other tokens, without log-probs, or with heads and supports in one response.
     """
     response = int(sample.response_length)
-    if len(record) != response:
-        remedy = "Read the record from the answer that made this response, tool turns excluded."
+    mask = torch.ones(response, dtype=torch.bool) if loss_mask is None else loss_mask.bool().cpu()
+    if not len(record) == len(mask) == response:
+        remedy = "Read the record from the answers that made this response, tool tokens included."
         raise RecordError("lengths disagree", field="response_length", value=len(record), remedy=remedy)
+    differ = (
+        record.tokens.cpu() != torch.as_tensor(sample.tokens[len(sample.tokens) - response :])
+    ).nonzero()
+    if len(differ):
+        token = int(differ[0, 0])
+        remedy = "Call it last, when the sample's tokens are what the engine returned."
+        raise RecordError("tokens disagree", token=token, field="tokens", value=sample.tokens, remedy=remedy)
     if record.logprobs is None:
         raise RecordError("a record without log-probs", field="logprobs", remedy="Ask the engine for them.")
     for key in (*CANDIDATE_KEYS, GROUP_KEY):
         setattr(sample, key, None)
-    sample.rollout_log_probs = record.logprobs.tolist()
-    candidates = record.candidates
-    if candidates is not None and response:
-        if bool(candidates.complete.all()):
-            sample.rollout_sampling_mask_ids = candidates.ids.to(torch.int32).numpy()
-            sample.rollout_sampling_mask_offsets = candidates.offsets.numpy()
-            if candidates.logprobs is not None:
-                sample.rollout_sampling_mask_log_probs = candidates.logprobs.float().numpy()
-        elif bool(candidates.complete.any()):
-            remedy = "One sampler either filters or does not: was the response continued with other settings?"
-            raise RecordError(
-                "heads and supports in one response", field="candidates.complete", remedy=remedy
-            )
-        else:
-            ids, logprobs = candidates.to_padded(pad_id=-1)
-            assert logprobs is not None
-            sample.rollout_topk_token_ids = ids.to(torch.int32).numpy()
-            sample.rollout_topk_log_probs = logprobs.float().masked_fill(ids < 0, -torch.inf).numpy()
-    if group is not None:
+    sample.rollout_log_probs = torch.where(mask, record.logprobs, 0.0).tolist()
+    if loss_mask is not None:
+        sample.loss_mask = mask.int().tolist()
+    temperature = torch.as_tensor(record.temperature, dtype=torch.float32).expand(response)
+    setattr(sample, _TEMPERATURE, torch.where(mask, temperature, torch.nan).numpy())
+    if record.candidates is not None and bool(mask.any()):
+        for key, values in _candidate_arrays(record.candidates, mask).items():
+            setattr(sample, key, values)
+    if group is None and record.group is not None:
+        setattr(sample, GROUP_KEY, [record.group_names[g] if g >= 0 else None for g in record.group.tolist()])
+    elif group is not None:
         setattr(sample, GROUP_KEY, group)
+
+
+def _candidate_arrays(candidates: CandidateSet, mask: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    complete = candidates.complete[mask]
+    if bool(complete.all()):
+        found = {
+            "rollout_sampling_mask_ids": candidates.ids.to(torch.int32).numpy(),
+            "rollout_sampling_mask_offsets": candidates.offsets.numpy(),
+        }
+        if candidates.logprobs is not None:
+            found["rollout_sampling_mask_log_probs"] = candidates.logprobs.float().numpy()
+        return found
+    if bool(complete.any()):
+        remedy = "One sampler either filters or does not: was the response continued with other settings?"
+        raise RecordError("heads and supports in one response", field="candidates.complete", remedy=remedy)
+    ids, logprobs = candidates.to_padded(pad_id=-1)
+    assert logprobs is not None
+    return {
+        "rollout_topk_token_ids": ids.to(torch.int32).numpy(),
+        "rollout_topk_log_probs": logprobs.float().masked_fill(ids < 0, -torch.inf).numpy(),
+    }
 
 
 def extend_rollout() -> None:
@@ -277,6 +311,27 @@ def _load(path: str) -> Any:
     return load(path)
 
 
+def _check_temperature(args: Any, samples: Sequence[Any]) -> None:
+    """Miles scores every token at one temperature."""
+    for index, sample in enumerate(samples):
+        drawn_at = getattr(sample, _TEMPERATURE, None)
+        if drawn_at is None:
+            continue
+        differ = np.abs(drawn_at - args.rollout_temperature) > 1e-6  # NaN, where nobody drew, does not differ
+        if differ.any():
+            token = int(differ.argmax())
+            remedy = f"Ask every engine for --rollout-temperature {args.rollout_temperature}."
+            value = float(drawn_at[token])
+            raise RecordError(
+                "drawn at another temperature",
+                sample=index,
+                token=token,
+                field="temperature",
+                value=value,
+                remedy=remedy,
+            )
+
+
 def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any]:
     remedy = "Set it on every sample, or on none."
     if value is None:
@@ -300,7 +355,7 @@ def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any
 
 
 def _group(sample: Any, index: int, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
-    """Index of every response token's group."""
+    """Index of every response token's group, −1 at tokens that nobody sampled."""
     value = getattr(sample, GROUP_KEY, None)
     value = (getattr(sample, "metadata", None) or {}).get(GROUP_KEY) if value is None else value
     response = int(sample.response_length)
@@ -308,9 +363,9 @@ def _group(sample: Any, index: int, names: tuple[str, ...]) -> np.ndarray[Any, A
     if labels is None or len(labels) != response:
         remedy = f"Set {GROUP_KEY} on the sample: a name, or one for each of its {response} response tokens."
         raise RecordError("a sample without sampler group", sample=index, field=GROUP_KEY, remedy=remedy)
-    unknown = sorted(set(labels) - set(names))
+    unknown = sorted(set(labels) - {None, *names})
     if unknown:
         remedy = f"offpolicy_corr.groups names {', '.join(names)}."
         raise RecordError("an unknown group", sample=index, field=GROUP_KEY, value=unknown[0], remedy=remedy)
-    lookup = {name: position for position, name in enumerate(names)}
+    lookup = {None: -1, **{name: position for position, name in enumerate(names)}}
     return np.array([lookup[label] for label in labels], dtype=np.int64)
