@@ -2,7 +2,7 @@
 
 ``python -m offpolicy_corr.benchmarks.cpu`` measures loss and gradient of every variant in a fresh child process
 (memory is not handed back by the one before), prints ratios, and writes JSON where ``--json`` names a file.
-Plain autograd is what one writes first: ``log_softmax`` in fp32, gather, and Σ c log p with constant c.
+What it is compared with is in `plain`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 import offpolicy_corr as oc
+
+from .plain import plain_loss
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VARIANTS = ("autograd", "policy_loss", "policy_loss in place")
@@ -44,32 +46,16 @@ def problem(tokens: int, vocab: int, k: int, dtype: torch.dtype) -> tuple[Tensor
     return logits, record, torch.randn(tokens)
 
 
-def autograd_loss(logits: Tensor, record: oc.SamplerRecord, advantages: Tensor) -> Tensor:
-    """SC + MIS [0.5, 5] from log-probs that autograd differentiates, mean over tokens."""
-    assert record.candidates is not None and record.logprobs is not None
-    ids, logq = record.candidates.to_padded()
-    assert logq is not None
-    logp = logits.float().log_softmax(-1)
-    token = logp.gather(1, record.tokens[:, None]).squeeze(1)
-    head = logp.gather(1, ids.long())
-    with torch.no_grad():
-        rule, q, p = oc.MaskedIS(), logq.exp(), head.exp()
-        weight = rule.weight(token - record.logprobs, advantages)
-        rho = (1 - q.sum(1)).clamp(min=1e-6) / (1 - p.sum(1)).clamp(min=1e-6)
-        alpha = rule.tail_scale(rho, advantages)
-        coefficient = rule.weighted_prob(head, logq, advantages) - alpha[:, None] * p
-    return -(advantages * (weight * token - (coefficient * head).sum(1))).mean()
-
-
 def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds and peak bytes beyond the inputs of forward + backward, in this process."""
     torch.set_num_threads(args.threads)
     logits, record, advantages = problem(args.tokens, args.vocab, args.k, DTYPES[args.dtype])
     source = logits if variant == "policy_loss in place" else None
+    plain = plain_loss(record, advantages)
 
     def step() -> Tensor:
         if variant == "autograd":
-            return autograd_loss(leaf, record, advantages)
+            return plain(leaf)
         return oc.policy_loss(leaf, record, advantages, inplace=source is not None).loss
 
     seconds, base = [], _reset_peak()

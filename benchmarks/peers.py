@@ -7,6 +7,7 @@ A peer that is not installed, or does not accept the case, raises `Skip` with th
 # mypy: disable-error-code="import-not-found, import-untyped"
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 
 import offpolicy_corr as oc
 
-from .cpu import autograd_loss
+from .cases import Case, HiddenCase
+from .plain import plain_loss
 
 Step = Callable[[], Any]
 
@@ -25,267 +27,184 @@ class Skip(Exception):
     """This peer sits out, and says why."""
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Logits ``[tokens, vocab]``, what a sampler recorded, advantages; ``k`` candidates per row, or supports.
+@dataclass(frozen=True)
+class OnLogits:
+    """``build`` makes a step of a case.
 
-    ``source`` holds the logits for steps that write over them.
+    ``touches``: how often a step reads or writes a logit in the logits' own dtype, at least and at most; ``copies``:
+    bytes per logit that it moves besides, in fp32; ``on_supports``: touches, without copies, where every row is
+    replayed and nothing outside its support has a gradient. Read off the source, not measured.
     """
 
-    logits: Tensor
-    source: Tensor
-    record: oc.SamplerRecord
-    advantages: Tensor
-    k: int
-    support: bool
+    build: Callable[[Case], Step]
+    touches: tuple[int, int]
+    copies: tuple[int, int] = (0, 0)
+    on_supports: int | None = None
+    overwrites: bool = False
+
+    def traffic(self, case: Case) -> str:
+        """Bytes per logit, as text."""
+        size = case.logits.dtype.itemsize
+        if case.support and self.on_supports is not None:
+            return str(size * self.on_supports)
+        low, high = (size * t + c for t, c in zip(self.touches, self.copies, strict=True))
+        return str(low) if low == high else f"{low}-{high}"
 
 
-def make_case(
-    tokens: int, vocab: int, k: int, support: bool, device: str, dtype: torch.dtype = torch.bfloat16
-) -> Case:
-    """Peaked random logits, and a sampler whose logits are a little different. Supports have 1 to ``k`` ids."""
-    torch.manual_seed(0)
-    logits = torch.empty(tokens, vocab, dtype=dtype, device=device)
-    ids = torch.empty(tokens, max(k, 1), dtype=torch.int32, device=device)
-    logq = torch.empty(tokens, max(k, 1), device=device)
-    for start in range(0, tokens, 512):
-        rows = slice(start, start + 512)
-        scores = 3.0 * torch.randn(logits[rows].shape, device=device)
-        top = scores.log_softmax(1).topk(max(k, 1), 1)
-        ids[rows], logq[rows] = top.indices.int(), top.values
-        logits[rows] = scores + 0.05 * torch.randn_like(scores)
-    sampled, own = ids[:, 0].long(), logq[:, 0].contiguous()
-    candidates = None
-    if support:
-        sizes = (1 + torch.randint(0, k, (tokens,), device=device) ** 2 // k).clamp(max=k)
-        inside = torch.arange(k, device=device) < sizes[:, None]
-        logq = logq.masked_fill(~inside, -torch.inf).log_softmax(1)
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        candidates = oc.CandidateSet.from_support(ids[inside], offsets, logq[inside])
-        own = logq[:, 0].contiguous()
-    elif k:
-        candidates = oc.CandidateSet.from_topk(ids, logq)
-    record = oc.SamplerRecord(sampled, own, candidates)
-    advantages = torch.randn(tokens, device=device)
-    return Case(logits, logits.clone(), record, advantages, k, support)
+def _installed(module: str, package: str) -> Any:
+    """Raises Skip where the package is not installed, or cannot be imported here."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            raise Skip(f"{package} is not installed") from error
+        raise Skip(f"{package} lacks {error.name}") from error
 
 
-def _correction(case: Case) -> oc.Correction:
-    return oc.Correction.from_name("sc+mis" if case.k else "mis")
-
-
-def _policy_loss(case: Case, upstream: float = 1.0, **options: Any) -> Step:
+def _step(case: Case, loss: Callable[[Tensor], Tensor]) -> Step:
     def step() -> Any:
         leaf = case.logits.detach().requires_grad_()
-        out = oc.policy_loss(
-            leaf, case.record, case.advantages, correction=_correction(case), validate=False, **options
-        )
-        return torch.autograd.grad(out.loss * upstream if upstream != 1.0 else out.loss, leaf)
+        return torch.autograd.grad(loss(leaf), leaf)
 
     return step
 
 
-def ours_inplace(case: Case) -> Step:
-    return _policy_loss(case, backend="triton", inplace=True)
+def _ours(upstream: float = 1.0, **options: Any) -> Callable[[Case], Step]:
+    def build(case: Case) -> Step:
+        def loss(logits: Tensor) -> Tensor:
+            out = oc.policy_loss(
+                logits, case.record, case.advantages, correction=case.correction, validate=False, **options
+            )
+            return out.loss if upstream == 1.0 else out.loss * upstream
+
+        return _step(case, loss)
+
+    return build
 
 
-def ours(case: Case) -> Step:
-    return _policy_loss(case, backend="triton")
-
-
-def ours_scaled(case: Case) -> Step:
-    """A loss scaler's factor, which is not 1: one more pass over the gradient."""
-    return _policy_loss(case, upstream=3.0, backend="triton", inplace=True)
-
-
-def ours_torch(case: Case) -> Step:
-    return _policy_loss(case, backend="torch", inplace=True)
-
-
-def ours_pair(case: Case) -> Step:
+def _pair(case: Case) -> Step:
     """`selected_logprobs`, then the loss by autograd on what it gives."""
+    record = case.record
 
-    def step() -> Any:
-        leaf = case.logits.detach().requires_grad_()
+    def loss(logits: Tensor) -> Tensor:
         logp, head, _ = oc.selected_logprobs(
-            leaf, case.record.tokens, case.record.candidates, backend="triton"
+            logits, record.tokens, record.candidates, backend="triton", validate=False
         )
-        out = oc.policy_loss_from_logprobs(
+        return oc.policy_loss_from_logprobs(
             logp,
             head if case.k else None,
-            case.record,
+            record,
             case.advantages,
-            correction=_correction(case),
+            correction=case.correction,
             validate=False,
-        )
-        return torch.autograd.grad(out.loss, leaf)
+        ).loss
 
-    return step
-
-
-def _plain(case: Case, loss: Callable[..., Tensor]) -> Step:
-    if not case.k or case.support:
-        raise Skip("the plain autograd loss is written for heads")
-
-    def step() -> Any:
-        leaf = case.logits.detach().requires_grad_()
-        return torch.autograd.grad(loss(leaf, case.record, case.advantages), leaf)
-
-    return step
+    return _step(case, loss)
 
 
-def eager(case: Case) -> Step:
-    return _plain(case, autograd_loss)
+def _eager(case: Case) -> Step:
+    return _step(case, plain_loss(case.record, case.advantages))
 
 
-def compiled(case: Case) -> Step:
-    if not case.k or case.support:
-        raise Skip("the plain autograd loss is written for heads")
-    assert case.record.candidates is not None and case.record.logprobs is not None
-    own, (ids, logq) = case.record.logprobs, case.record.candidates.to_padded()
-    assert logq is not None
-    ids = ids.long()
-
-    @torch.compile
-    def loss(logits: Tensor, tokens: Tensor, own: Tensor, advantages: Tensor) -> Tensor:
-        logp = logits.float().log_softmax(-1)
-        token, head = logp.gather(1, tokens[:, None]).squeeze(1), logp.gather(1, ids)
-        with torch.no_grad():
-            rule, q, p = oc.MaskedIS(), logq.exp(), head.exp()
-            weight = rule.weight(token - own, advantages)
-            rho = (1 - q.sum(1)).clamp(min=1e-6) / (1 - p.sum(1)).clamp(min=1e-6)
-            coefficient = (
-                rule.weighted_prob(head, logq, advantages) - rule.tail_scale(rho, advantages)[:, None] * p
-            )
-        return -(advantages * (weight * token - (coefficient * head).sum(1))).mean()
-
-    def step() -> Any:
-        leaf = case.logits.detach().requires_grad_()
-        return torch.autograd.grad(loss(leaf, case.record.tokens, own, case.advantages), leaf)
-
-    return step
+def _compiled(case: Case) -> Step:
+    torch.compiler.reset()  # or shapes of earlier cases would make this one's dynamic
+    return _step(case, torch.compile(plain_loss(case.record, case.advantages)))
 
 
-def liger(case: Case) -> Step:
+def _liger(case: Case) -> Step:
     """Cross-entropy of one token: a fraction of the work, on the same bytes."""
-    try:
-        from liger_kernel.transformers import LigerCrossEntropyLoss
-    except ImportError as error:
-        raise Skip("liger-kernel is not installed") from error
-    module = LigerCrossEntropyLoss()
-
-    def step() -> Any:
-        leaf = case.logits.detach().requires_grad_()
-        return torch.autograd.grad(module(leaf, case.record.tokens), leaf)
-
-    return step
+    loss = _installed("liger_kernel.transformers", "liger-kernel").LigerCrossEntropyLoss()
+    return _step(case, lambda logits: loss(logits, case.record.tokens))
 
 
-def quack(case: Case) -> Step:
-    try:
-        from quack.cross_entropy import cross_entropy
-    except ImportError as error:
-        raise Skip("quack-kernels is not installed") from error
-
-    def step() -> Any:
-        leaf = case.logits.detach().requires_grad_()
-        return torch.autograd.grad(cross_entropy(leaf, case.record.tokens).mean(), leaf)
-
-    return step
+def _quack(case: Case) -> Step:
+    """Cross-entropy of one token, forward and backward, in place."""
+    loss = _installed("quack.cross_entropy", "quack-kernels").cross_entropy
+    return _step(case, lambda logits: loss(logits, case.record.tokens, inplace_backward=True))
 
 
-# name: (build, model of the bytes it moves per bf16 logit, does it write over the logits)
-ON_LOGITS: dict[str, tuple[Callable[[Case], Step], str, bool]] = {
-    "ours": (ours_inplace, "4-6", True),
-    "ours, buffer": (ours, "4-6", False),
-    "ours, upstream 3": (ours_scaled, "8-10", True),
-    "ours, pair": (ours_pair, "6", False),
-    "ours, torch": (ours_torch, "20+", True),
-    "eager": (eager, "20-30", False),
-    "compile": (compiled, "6-10", False),
-    "liger": (liger, "4-6", True),
-    "quack": (quack, "6", False),
+def _quack_one_read(case: Case) -> Step:
+    """Its forward alone, which reads each row once and writes the gradient over it."""
+    forward = _installed("quack.cross_entropy", "quack-kernels").cross_entropy_fwd
+    return lambda: forward(case.logits, case.record.tokens, return_dx=True, inplace_backward=True)
+
+
+ON_LOGITS: dict[str, OnLogits] = {
+    "ours": OnLogits(_ours(backend="triton", inplace=True), (2, 3), on_supports=2, overwrites=True),
+    "ours-buffer": OnLogits(_ours(backend="triton"), (2, 3), on_supports=2),
+    # a loss scaler's factor, which is not 1: one more pass over the gradient
+    "ours-upstream3": OnLogits(
+        _ours(3.0, backend="triton", inplace=True), (4, 5), on_supports=4, overwrites=True
+    ),
+    "ours-pair": OnLogits(_pair, (3, 3), on_supports=2),
+    "ours-torch": OnLogits(_ours(backend="torch", inplace=True), (2, 3), (16, 24), overwrites=True),
+    "eager": OnLogits(_eager, (2, 2), (16, 26), on_supports=1),
+    "compile": OnLogits(_compiled, (2, 3), (2, 4), on_supports=1),
+    "liger": OnLogits(_liger, (2, 3), overwrites=True),
+    "quack": OnLogits(_quack, (3, 3), overwrites=True),
+    "quack-1read": OnLogits(_quack_one_read, (2, 2), overwrites=True),
 }
 
 
-@dataclass(frozen=True, eq=False)
-class HiddenCase:
-    """Hidden states ``[tokens, width]`` and an LM head ``[vocab, width]``."""
-
-    hidden: Tensor
-    weight: Tensor
-    record: oc.SamplerRecord
-    advantages: Tensor
-    k: int
-    support: bool
-
-
-def make_hidden_case(case: Case, width: int) -> HiddenCase:
-    dtype, device = case.logits.dtype, case.logits.device
-    hidden = torch.randn(len(case.record), width, dtype=dtype, device=device)
-    weight = torch.randn(case.logits.shape[1], width, dtype=dtype, device=device) / width**0.5
-    return HiddenCase(hidden, weight, case.record, case.advantages, case.k, case.support)
-
-
-def hidden_ours(case: HiddenCase) -> Step:
-    correction = oc.Correction.from_name("sc+mis" if case.k else "mis")
-
+def _hidden_step(case: HiddenCase, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
     def step() -> Any:
-        hidden, weight = case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
-        out = oc.policy_loss_from_hidden(
-            hidden, weight, case.record, case.advantages, correction=correction, validate=False
-        )
-        return torch.autograd.grad(out.loss, [hidden, weight])
+        leaves = [t.detach().requires_grad_() for t in (case.hidden, case.weight)]
+        return torch.autograd.grad(loss(*leaves), leaves)
 
     return step
 
 
-def hidden_cce(case: HiddenCase) -> Step:
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-    except ImportError as error:
-        raise Skip("cut-cross-entropy is not installed") from error
+def _hidden_ours(hidden: HiddenCase) -> Step:
+    case = hidden.case
 
-    def step() -> Any:
-        leaves = [case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()]
-        # the exact variant: the default drops small gradients, which biases them
-        return torch.autograd.grad(
-            linear_cross_entropy(*leaves, case.record.tokens, impl="cce_exact"), leaves
-        )
+    def loss(states: Tensor, weight: Tensor) -> Tensor:
+        return oc.policy_loss_from_hidden(
+            states, weight, case.record, case.advantages, correction=case.correction, validate=False
+        ).loss
 
-    return step
+    return _hidden_step(hidden, loss)
 
 
-def hidden_liger(case: HiddenCase) -> Step:
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError as error:
-        raise Skip("liger-kernel is not installed") from error
-    module = LigerFusedLinearCrossEntropyLoss()
-
-    def step() -> Any:
-        leaves = [case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()]
-        return torch.autograd.grad(module(leaves[1], leaves[0], case.record.tokens), leaves)
-
-    return step
+def _hidden_eager(hidden: HiddenCase) -> Step:
+    """The plain loss over materialised logits."""
+    loss = plain_loss(hidden.case.record, hidden.case.advantages)
+    return _hidden_step(hidden, lambda states, weight: loss(states @ weight.T))
 
 
-def hidden_eager(case: HiddenCase) -> Step:
-    """Cross-entropy of one token over materialised logits."""
+def _hidden_torch(hidden: HiddenCase) -> Step:
+    """Torch's own cross-entropy of one token, a chunk of rows at a time."""
+    make_options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if make_options is None:
+        raise Skip(f"torch {torch.__version__} has no linear_cross_entropy by chunks")
+    loss, options = torch.nn.functional.linear_cross_entropy, make_options()
+    tokens = hidden.case.record.tokens
+    return _hidden_step(hidden, lambda states, weight: loss(states, weight, tokens, options=options))
 
-    def step() -> Any:
-        leaves = [case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()]
-        logits = leaves[0] @ leaves[1].T
-        return torch.autograd.grad(
-            torch.nn.functional.cross_entropy(logits.float(), case.record.tokens), leaves
-        )
 
-    return step
+def _hidden_cce(hidden: HiddenCase) -> Step:
+    """Cross-entropy of one token, exact: without the filter that drops small gradients, which biases them."""
+    loss = _installed("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
+    return _hidden_step(
+        hidden, lambda e, c: loss(e, c, hidden.case.record.tokens, impl="cce", filter_eps=None)
+    )
+
+
+def _hidden_liger(hidden: HiddenCase) -> Step:
+    loss = _installed("liger_kernel.transformers", "liger-kernel").LigerFusedLinearCrossEntropyLoss()
+    return _hidden_step(hidden, lambda states, weight: loss(weight, states, hidden.case.record.tokens))
+
+
+def _hidden_quack(hidden: HiddenCase) -> Step:
+    module = _installed("quack.linear_cross_entropy", "quack-kernels")
+    loss = module.chunked_linear_cross_entropy
+    return _hidden_step(hidden, lambda states, weight: loss(states, weight, hidden.case.record.tokens))
 
 
 ON_HIDDEN: dict[str, Callable[[HiddenCase], Step]] = {
-    "ours": hidden_ours,
-    "cce": hidden_cce,
-    "liger": hidden_liger,
-    "eager": hidden_eager,
+    "ours": _hidden_ours,
+    "eager": _hidden_eager,
+    "torch-chunks": _hidden_torch,
+    "cce": _hidden_cce,
+    "liger": _hidden_liger,
+    "quack": _hidden_quack,
 }

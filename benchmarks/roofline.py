@@ -49,6 +49,12 @@ class Prediction:
         return names[self.total]
 
 
+def programs(registers: int, warps: int) -> int:
+    """How many programs a multiprocessor holds, by their registers and by its 64 warps."""
+    allocated = -(-registers // 8) * 8  # of a thread, in steps of 8
+    return min(65_536 // (allocated * 32 * warps), 64 // warps)
+
+
 def predict(
     machine: Machine, rows: int, vocab: int, slots: float, ex2: float, programs_per_processor: int
 ) -> Prediction:

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 OPTIONS = {"backend": "triton", "validate": False}
 
 
-def case(tokens: int, vocab: int, k: int, support: bool = False):
-    from offpolicy_corr.benchmarks.peers import make_case
+def case(tokens: int, vocab: int, k: int, support: bool = False, dtype: torch.dtype = torch.bfloat16):
+    from offpolicy_corr.benchmarks.cases import make_case
 
-    return make_case(tokens, vocab, k, support, "cuda")
+    return make_case(tokens, vocab, k, support, "cuda", dtype)
 
 
 def gradient(logits: torch.Tensor, made, **options):
@@ -70,13 +70,17 @@ def test_fault_11_rows_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(out.tokens.logprobs[-1:], expected.tokens.logprobs)
 
 
-def test_fault_19_a_step_is_captured_in_a_graph_and_replayed() -> None:
+@pytest.mark.parametrize("entrance", ["loss", "pair"])
+def test_fault_19_a_step_is_captured_in_a_graph_and_replayed(entrance: str) -> None:
     made = case(128, 32_000, 32)
     leaf = made.logits.clone().requires_grad_()
 
     def step() -> torch.Tensor:
-        out = oc.policy_loss(leaf, made.record, made.advantages, **OPTIONS)
-        return torch.autograd.grad(2.0 * out.loss, leaf)[0]
+        if entrance == "loss":
+            loss = oc.policy_loss(leaf, made.record, made.advantages, **OPTIONS).loss
+        else:
+            loss = oc.selected_logprobs(leaf, made.record.tokens, made.record.candidates, **OPTIONS)[0].sum()
+        return torch.autograd.grad(2.0 * loss, leaf)[0]
 
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -106,13 +110,43 @@ def test_extra_memory_is_tokens_times_candidates() -> None:
 
 def test_three_quarters_of_the_copy_bandwidth() -> None:
     """At 8,192 × 151,936, K = 128, bf16, in place, counting 4 bytes per logit."""
-    from offpolicy_corr.benchmarks import kernels, peers
+    from offpolicy_corr.benchmarks import peers, timing
 
-    made = peers.make_case(8192, 151_936, 128, False, "cuda")
-    copy = kernels.measure_machine("cuda", True)["copy GB/s"]
-    step = peers.ours_inplace(made)
-    seconds, _, _ = kernels.timed(step, "cuda", 20, lambda: made.logits.copy_(made.source))
-    assert 4e-9 * made.logits.numel() / seconds > 0.75 * copy
+    made, machine = case(8192, 151_936, 128), timing.OnGpu()
+    step = peers.ON_LOGITS["ours"].build(made)
+    seconds = timing.timed(machine, step, 20, made.restore).median
+    assert 4e-9 * made.logits.numel() / seconds > 0.75 * timing.measure(machine, 20).copy
+
+
+def configurations() -> list[str]:
+    from offpolicy_corr.kernels import launch
+
+    return list(launch.CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("support", [False, True], ids=["heads", "supports"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", configurations())
+def test_every_tile_configuration_gives_the_reference_s_gradient(
+    name: str, dtype: torch.dtype, support: bool
+) -> None:
+    """Whole tiles, a partial one, several of candidates; in place, 20 runs bitwise equal."""
+    from offpolicy_corr.kernels import launch
+
+    for vocab in (151_936, 40_000, 999):
+        made = case(32, vocab, 200, support, dtype)
+        options = {"correction": oc.Correction(oc.Unweighted()), "reduction": "sum", "entropy_coef": 0.01}
+        _, exact = gradient(made.logits.double(), made, **options, backend="torch")
+        with launch.override(launch.CONFIGURATIONS[name]):
+            for run in range(20):
+                made.restore()
+                _, ours = gradient(made.logits, made, **options, inplace=True)
+                if run == 0:
+                    first = ours.clone()
+                assert torch.equal(ours, first)
+        rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        error = (first.double() - exact).abs()
+        assert (error <= rounding * exact.abs() + 1e-5).all(), (vocab, error.max())
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
@@ -120,7 +154,7 @@ def test_three_quarters_of_the_copy_bandwidth() -> None:
 def test_compute_sanitizer_is_clean(tool: str) -> None:
     code = (
         "import torch, offpolicy_corr as oc\n"
-        "from offpolicy_corr.benchmarks.peers import make_case\n"
+        "from offpolicy_corr.benchmarks.cases import make_case\n"
         "for support in (False, True):\n"
         "    made = make_case(8, 9000, 40, support, 'cuda')\n"
         "    leaf = made.logits.requires_grad_()\n"
