@@ -59,7 +59,7 @@ def policy_loss(
         denominator: None: trained tokens, or sequences with one; ``"kept"``: tokens with weight > 0; or a
             positive number, so that micro-batches and ranks add up to the full batch.
         entropy_coef: weight of the entropy bonus, over the vocabulary or the support.
-        kl_coef, kl_estimator, ref_logprobs: KL to a reference on the sampled token, ``"k1" "k2" "k3"``;
+        kl_coef, kl_estimator, ref_logprobs: KL to a reference on the sampled token, ``"k1" "k2" "k3" "low_var_kl"``;
             ``ref_logprobs`` is ``[T]``, on complete rows over the set.
         process_group: tensor-parallel group when ``logits`` is this rank's shard of columns, in rank order;
             two collectives. Loss and diagnostics are the same on every rank.

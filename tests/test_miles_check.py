@@ -81,7 +81,7 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({}, ["--rollout-temperature=0"], "greedy"),
         ({}, ["--rollout-top-logprobs-num", "0"], "no head"),
         ({}, ["--true-on-policy-mode"], "half precision"),
-        ({}, ["--use-kl-loss", "--kl-loss-type", "low_var_kl"], "k1, k2, k3"),
+        ({}, ["--use-kl-loss", "--kl-loss-type", "k4"], "k1, k2, k3"),
         ({}, ["--use-kl-loss", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "reference"),
         ({"loss_type": "policy_loss"}, [], "loss_type"),
         ({"loss_type": None}, [], "own policy_loss"),

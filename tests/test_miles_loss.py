@@ -102,9 +102,10 @@ def test_temperature_is_applied_here_and_once() -> None:
     assert_same(run(problem, args), double.expected(problem, args))
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "low_var_kl"])
 def test_entropy_bonus_and_reference_kl(name: str) -> None:
     problem = double.make_problem(seed=7)
+    problem.reference = [torch.full_like(values, -0.01) for values in problem.reference]
     args = double.make_args(entropy_coef=0.02, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=name)
     want = double.expected(
         problem,
@@ -116,6 +117,10 @@ def test_entropy_bonus_and_reference_kl(name: str) -> None:
     )
     got = run(problem, args, cp=2)
     assert_same(got, want)
+    gap = want[2].tokens.logprobs[torch.cat(problem.masks).bool()] + 0.01
+    assert 0 < int(((-gap).exp() - 1 + gap > 10).sum()) < len(gap), (
+        "the cap of low_var_kl shows, not everywhere"
+    )
     plain, _, _ = double.expected(problem, args)
     metrics = got[2]
     recomposed = metrics["pg_loss"] - 0.02 * metrics["entropy_loss"] + 0.3 * metrics["kl_loss"]

@@ -29,7 +29,7 @@ from .host import (
     torch_native,
 )
 from .layout import Layout, Tokens
-from .options import KL_ESTIMATORS, filters, refusals
+from .options import filters, refusals
 from .report import Report
 from .settings import Settings, SettingsError
 from .weighting import keep_sequences, reducer_weights, share_of_kept
@@ -280,7 +280,7 @@ def _evaluate(
             sequence_ids=at_rows(inputs.held.sample.to(logits.device)),
             entropy_coef=float(getattr(args, "entropy_coef", 0.0) or 0.0),
             kl_coef=float(args.kl_loss_coef) if use_kl else 0.0,
-            kl_estimator=KL_ESTIMATORS[args.kl_loss_type] if use_kl else "k3",
+            kl_estimator=args.kl_loss_type if use_kl else "k3",
             ref_logprobs=at_rows(inputs.reference) if use_kl and inputs.reference is not None else None,
             process_group=tp_group,
             vocab_size=settings.vocab_size or getattr(args, "vocab_size", None),

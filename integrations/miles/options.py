@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from offpolicy_corr.regularizers import KL_ESTIMATORS
+
 from .settings import Settings
 
 LOSS_PATH = "offpolicy_corr.integrations.miles.policy_loss"
 TIS_PATH = "offpolicy_corr.integrations.miles.tis_function"
-KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3"}
 
 # switches that must be off under loss_type: custom_loss
 _NO_EFFECT = "acts inside Miles' own policy_loss, which does not run: it would be silently without effect"
@@ -112,7 +113,7 @@ def _kl(args: Any, settings: Settings) -> list[str]:
     found = []
     kind = getattr(args, "kl_loss_type", "k1")
     if kind not in KL_ESTIMATORS:
-        found.append(f"kl_loss_type {kind!r} clamps the estimate: use one of {', '.join(KL_ESTIMATORS)}")
+        found.append(f"kl_loss_type {kind!r} is not known: use one of {', '.join(KL_ESTIMATORS)}")
     if filters(args) or settings.candidates == "supports":
         found.append(
             "use_kl_loss with top-p or top-k: the reference is scored over the vocabulary, p over the support"

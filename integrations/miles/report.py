@@ -17,7 +17,7 @@ from torch import Tensor
 from offpolicy_corr.regularizers import kl_value
 from offpolicy_corr.result import TokenDiagnostics
 
-from .options import KL_ESTIMATORS, filters
+from .options import filters
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Report:
         return cls(
             settings.band,
             settings.kind_of_candidates(filters(args)),
-            KL_ESTIMATORS[args.kl_loss_type] if use_kl else None,
+            args.kl_loss_type if use_kl else None,
             bool(settings.guards),
             settings.groups,
             float(getattr(args, "entropy_coef", 0.0) or 0.0),
