@@ -214,7 +214,7 @@ def _entropy_slope(logp, entropy):
 
 @triton.jit
 def _kl(gap, KL: tl.constexpr):
-    """(estimate, derivative) of k1, k2 or k3 in d = log p − log p_ref."""
+    """(estimate, derivative) of k1, k2, k3 or low_var_kl in d = log p − log p_ref."""
     if KL == 1:
         value = gap
         slope = gap * 0.0 + 1.0
@@ -224,6 +224,9 @@ def _kl(gap, KL: tl.constexpr):
     else:
         slope = -_expm1(-gap)
         value = gap - slope
+        if KL == 4:
+            slope = tl.where(value > 10.0, 0.0, slope)
+            value = tl.minimum(value, 10.0)
     return value, slope
 
 
