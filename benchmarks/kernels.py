@@ -338,7 +338,7 @@ def _static(args: argparse.Namespace) -> int:
 
 
 def _predicted(machine: roofline.Machine, shape: tuple[int, int], figures: Figures) -> dict[str, Any]:
-    programs = roofline.programs(figures.registers, launch.WIDE.warps)
+    programs = roofline.programs(figures.registers, static.fused().options["num_warps"])
     bound = roofline.predict(machine, *shape, figures.slots, figures.ex2, programs)
     return {
         "PREDICTED for": bound.machine,

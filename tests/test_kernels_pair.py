@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "NARROW", launch.Tiles(16, 4, 4))
+def small_tiles() -> Iterator[None]:
+    with launch.override(launch.Tiles(16, 4, 4)):
+        yield
 
 
 def both(
