@@ -5,7 +5,9 @@ The numbers are those of the issue trackers' reports as far as they give any; th
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +22,13 @@ from offpolicy_corr.integrations.miles.transport import step_tokens
 import miles_double as double
 import offpolicy_corr as oc
 
+FAULTS = 24  # of the table that was gathered from both issue trackers
 MASKED_SUPPORT = {"rollout_top_p": 0.9, "rollout_top_k": 4}
+
+
+def test_every_fault_has_its_test() -> None:
+    named = [re.match(r"test_(\d+)(?:_and_(\d+))?_", name) for name in globals()]
+    assert {int(n) for found in named if found for n in found.groups() if n} == set(range(1, FAULTS + 1))
 
 
 def hook(
@@ -333,6 +341,45 @@ def test_23_heads_cannot_stand_in_for_supports() -> None:
     batch = double.make_batch(problem, args, state, "heads")
     with pytest.raises(SettingsError, match="over a support"):
         policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+
+
+@pytest.mark.parametrize("form", ["thd", "bshd"])
+def test_16_a_response_within_one_chunk_reaches_every_rank_s_graph(form: str) -> None:  # slime 695
+    """Context parallelism over two ranks, and all rows of the response on the first: both must run backward."""
+    problem = double.make_problem(seed=31, prompts=(27,), responses=(2,))
+    args = double.make_args(qkv_format=form)
+    found = []
+    for rank in (0, 1):
+        state = double.single(rank, 2)
+        double.install(state)
+        leaves = double.make_leaves(problem)
+        batch = double.make_batch(problem, args, state)
+        logits = double.local_logits(problem, leaves, args, state)
+        loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+        assert loss.requires_grad
+        loss.backward()
+        found.append(float(leaves[0].grad.abs().sum()))
+    assert found[0] > 0 and found[1] == 0.0
+
+
+def test_24_inputs_are_bit_identical_after_the_call() -> None:  # slime 2114
+    problem = double.make_problem(seed=1)
+    args, state = double.make_args(), double.single()
+    double.install(state)
+    leaves = double.make_leaves(problem)
+    batch = double.make_batch(problem, args, state)
+    before, logits = copy.deepcopy(batch), double.local_logits(problem, leaves, args, state)
+    kept = logits.detach().clone()
+    loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+    loss.backward()
+    assert torch.equal(logits.detach(), kept)
+    assert batch.keys() == before.keys()
+    for key, value in before.items():
+        if isinstance(value, list):
+            for mine, old in zip(batch[key], value, strict=True):
+                assert np.array_equal(
+                    np.asarray(mine), np.asarray(old), equal_nan=np.asarray(old).dtype.kind == "f"
+                ), key
 
 
 def test_13_no_samples_at_all_still_has_a_graph() -> None:  # miles 683

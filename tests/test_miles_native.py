@@ -120,6 +120,24 @@ def test_our_uncentred_gradient_is_that_of_miles_policy_loss(
     assert float(reference.abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "low_var_kl"])
+def test_our_reference_kl_is_that_of_miles(name: str, one_process: None) -> None:
+    pytest.importorskip("megatron.core")
+    problem = double.make_problem(seed=7, dtype=torch.float32)
+    problem.reference = [torch.full_like(values, -0.01) for values in problem.reference]
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": name, "entropy_coef": 0.01}
+    args = double.make_args(offpolicy_corr={"correction": "none"}, **kl)
+    state = replace(double.single(), tp=double.Dimension(0, 1, dist.group.WORLD))
+    double.install(state)
+    leaf = double.local_logits(problem, problem.logits, args, state).clone().requires_grad_()
+    _, reference = built_in(problem, leaf, state, **kl)
+    batch = double.make_batch(problem, args, state, "none")
+    loss, _, _ = double.loss_function(args, batch, 1, leaf, state, problem)
+    loss.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, reference, rtol=2**-7, atol=1e-5)
+
+
 def test_the_hook_runs_inside_miles_policy_loss(one_process: None) -> None:
     """Through ``custom_tis_function_path``: TIS as Miles' own, MIS as the core's, on Miles' own reduction."""
     pytest.importorskip("megatron.core")

@@ -45,9 +45,6 @@ arguments=(
 )
 if [[ "$config" == *top_p ]]; then
   arguments+=(--rollout-top-p 0.97 --rollout-top-k 64)
-elif [[ -z "${GENERATE:-}" ]]; then
-  # Miles later than v0.1.0 asks for the head itself; on v0.1.0 set GENERATE=generate.generate instead
-  arguments+=(--rollout-top-logprobs-num 128)
 fi
 if [[ "$config" == homogeneous_b200 ]]; then
   arguments+=(--sglang-dtype bfloat16 --sglang-kv-cache-dtype auto)
@@ -57,6 +54,10 @@ else
 fi
 if [[ -n "${GENERATE:-}" ]]; then
   arguments+=(--custom-generate-function-path "$GENERATE")
+else
+  # Miles with native score centering asks SGLang for a head of 128, or for supports, of which ties at the cut-off may
+  # exceed top-k; on v0.1.0 set GENERATE=generate.generate instead
+  arguments+=(--rollout-top-logprobs-num 128)
 fi
 
 if $print; then
