@@ -45,6 +45,9 @@ def test_the_check_passes_without_a_note(config: str, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "note:" not in out
     assert ("return_sampling_mask" in out) == config.endswith("top_p")
+    # who groups its samplers stamps them; who does not leaves recording to Miles
+    fleet = config != "homogeneous_b200"
+    assert ("--custom-generate-function-path" in launch) == fleet != ("--rollout-top-logprobs-num" in launch)
 
 
 def test_shares_of_the_fleet_are_kept() -> None:
@@ -103,10 +106,17 @@ def test_generate_attaches_the_record_of_its_group(monkeypatch: pytest.MonkeyPat
         rollout_top_k=-1,
     )
     sample = SimpleNamespace(response="", group_index=3, metadata={})
-    job = SimpleNamespace(args=args, sample=sample, sampling_params={}, state=None)
+    job = SimpleNamespace(args=args, sample=sample, sampling_params={}, state=None, evaluation=False)
     asyncio.run(generate_module().generate(job))
     assert sent["url"] == "http://h100-fp8:30000/generate"
     assert sent["top_logprobs_num"] == 128
     assert sample.offpolicy_corr_group == "h100-fp8"
     assert sample.rollout_topk_token_ids.tolist() == [[5, 3], [2, 7]]
     assert sample.rollout_log_probs == pytest.approx([-0.5, -1.0])
+    sent.clear()
+    evaluated = SimpleNamespace(response="", group_index=3, metadata={})
+    asyncio.run(
+        generate_module().generate(SimpleNamespace(**{**vars(job), "sample": evaluated, "evaluation": True}))
+    )
+    assert "top_logprobs_num" not in sent
+    assert not hasattr(evaluated, "rollout_topk_token_ids")

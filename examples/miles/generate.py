@@ -1,11 +1,11 @@
 """A generate function that records candidates and sampler groups, for Miles versions that do not by themselves.
 
-    GENERATE=generate.generate ./launch.sh mixed_fleet          # with this folder on PYTHONPATH
+    GENERATE=generate.generate ./launch.sh homogeneous_b200     # the mixed fleets use it by themselves
 
 Single-turn. The prompt goes to one group of the fleet, chosen by its index so that groups keep their shares; SGLang is
 asked for what the correction needs; `offpolicy_corr.integrations.sglang` reads and checks the answer, and the record
 is attached to the sample, from where the transport extension carries it to the loss. A record that cannot be trusted
-raises here, before a trainer sees it.
+raises here, before a trainer sees it. Evaluation asks for no record. For several turns see docs/miles.md.
 
 Written against Miles v0.1.0 (class-based rollout API); tested with stand-ins for Miles and for the server alone.
 """
@@ -56,7 +56,8 @@ async def generate(input: Any) -> Any:
     if payload is None:
         sample.status = halted
         return GenerateFnOutput(samples=sample)
-    payload |= {name: value for name, value in fields.items() if name != "sampling_params"}
+    if not input.evaluation:
+        payload |= {name: value for name, value in fields.items() if name != "sampling_params"}
     fleet = getattr(args, "offpolicy_corr_fleet", None)
     group = None if fleet is None else choose_group(fleet, sample.group_index or 0)
     base = (
@@ -64,5 +65,6 @@ async def generate(input: Any) -> Any:
     )
     answer = await post(f"{base}/generate", payload)
     await update_sample_from_response(args, sample, payload=payload, output=answer)
-    transport.attach(sample, sglang.read_generate(answer, spec), group)
+    if not input.evaluation:
+        transport.attach(sample, sglang.read_generate(answer, spec), group)
     return GenerateFnOutput(samples=sample)

@@ -5,7 +5,8 @@
 #   ./launch.sh --print mixed_fleet        # the arguments only, for offpolicy-corr miles check
 #
 # These cluster runs were not made by the authors of this library: only the checks and the loss were executed.
-# Set MILES, MODEL, PROMPTS and GENERATE to your own; model and parallelism arguments come from Miles' model scripts.
+# Set MILES, MODEL and PROMPTS to your own; model and parallelism arguments come from Miles' model scripts.
+# GENERATE names a generate function of this folder or of yours; empty: Miles' own.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -22,7 +23,7 @@ arguments=(
   --rollout-batch-size 128
   --n-samples-per-prompt 8
   --global-batch-size 1024
-  # group-mean advantage without std, token mean over the batch (Megatron; the FSDP backend drops the count)
+  # group-mean advantage without std, token mean over the batch
   --advantage-estimator grpo
   --disable-grpo-std-normalization
   --calculate-per-token-loss
@@ -48,15 +49,17 @@ if [[ "$config" == *top_p ]]; then
 fi
 if [[ "$config" == homogeneous_b200 ]]; then
   arguments+=(--sglang-dtype bfloat16 --sglang-kv-cache-dtype auto)
+  generate=${GENERATE-}
 else
-  # groups differ in accelerator and weight format: they are started and re-synchronised outside Miles (see README)
+  # groups differ in accelerator and weight format: they are started and re-synchronised outside Miles (see README),
+  # and generate.py sends each prompt to one of them and stamps which
   arguments+=(--rollout-external)
+  generate=${GENERATE-generate.generate}
 fi
-if [[ -n "${GENERATE:-}" ]]; then
-  arguments+=(--custom-generate-function-path "$GENERATE")
+if [[ -n "$generate" ]]; then
+  arguments+=(--custom-generate-function-path "$generate")
 else
-  # Miles with native score centering asks SGLang for a head of 128, or for supports, of which ties at the cut-off may
-  # exceed top-k; on v0.1.0 set GENERATE=generate.generate instead
+  # Miles with native score centering records heads and supports by itself (ties at the cut-off may exceed top-k)
   arguments+=(--rollout-top-logprobs-num 128)
 fi
 
@@ -66,6 +69,7 @@ if $print; then
 fi
 
 offpolicy-corr miles check "$here/$config.yaml" "${arguments[@]}"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 exec python "${MILES:?path of a Miles checkout}/train_async.py" \
   --hf-checkpoint "${MODEL:?path of the model}" \
   --prompt-data "${PROMPTS:?path of the prompts}" \
