@@ -31,8 +31,9 @@ _DROPPED_COUNT = (
     "on torch-native trainers Miles drops the token count, so that the gradient grows with the number of tokens "
     "(radixark/miles issue 3231)"
 )
-_NATIVE = " (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
-_RUNTIME = f'give Ray the runtime environment {{"worker_process_setup_hook": "{TRAINER_HOOK}"}}'
+_NATIVE = (
+    "  (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
+)
 
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
 
@@ -154,7 +155,10 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
             f"calculate_per_token_loss: {_DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step"
         )
     if torch_native(args) and options.get(_CONVERTER_OPTION) == CONVERTER:
-        advice.append(f"torch-native trainers run no {_HOOK_OPTION}: {_RUNTIME}")
+        advice.append(
+            f"torch-native trainers run no {_HOOK_OPTION}: give Ray the runtime environment "
+            f'{{"worker_process_setup_hook": "{TRAINER_HOOK}"}}'
+        )
     return problems, advice, settings
 
 
@@ -198,16 +202,17 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
         return [f"--use-tis --custom-tis-function-path {TIS_PATH}"]
     options = [f"--loss-type custom_loss --custom-loss-function-path {LOSS_PATH}", "--use-rollout-logprobs"]
     if kind == "heads":
-        options.append(f"--rollout-top-logprobs-num {count}{_NATIVE}")
+        options += [f"--rollout-top-logprobs-num {count}", _NATIVE]
     if kind == "supports":
         options.append(f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}")
         if settings.correction.center:
-            options.append(f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}{_NATIVE}")
+            options += [f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}", _NATIVE]
     if kind != "none" or settings.groups or settings.guards_staleness():
         options += [
             "for groups and staleness, for supports on Megatron, and for all candidates on v0.1.0:",
             f"  --custom-convert-samples-to-train-data-path {CONVERTER}",
-            f"  --custom-megatron-init-path {TRAINER_HOOK} (torch-native: {_RUNTIME})",
+            f"  --custom-megatron-init-path {TRAINER_HOOK}",
+            "  (torch-native trainers: that name as worker_process_setup_hook in Ray's runtime environment)",
         ]
     return options
 
