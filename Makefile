@@ -4,13 +4,14 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-gpu test-engine test-triton36 fuzz lint format bench clean
+.PHONY: help demo test test-gpu test-engine test-triton36 aot fuzz lint format bench clean
 
 help:
 	@echo "make demo     a small language model trained on a mixed-precision sampler fleet (QUICK=1: the short form)"
 	@echo "make test     every test that needs no GPU"
 	@echo "make test-gpu the kernel tests on this machine's GPU"
 	@echo "make test-engine  records of a real vLLM on this CPU, in an environment of its own"
+	@echo "make aot      kernels compiled for sm_80, sm_90 and sm_100, every three choices together"
 	@echo "make fuzz     10^5 damaged sampler responses"
 	@echo "make bench    kernel microbenchmarks (BENCH='--cpu' or '--static' without a GPU)"
 	@echo "make lint     ruff and mypy"
@@ -72,6 +73,10 @@ $(VENV)-triton36/ready: Makefile
 test-triton36: $(VENV)-triton36/ready
 	$(VENV)-triton36/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels.py tests/test_kernels_pair.py \
 		tests/test_kernels_sharded.py tests/test_kernels_faults.py
+
+# 550 compilations, a few minutes; make test compiles a part of them
+aot: $(VENV)/dev
+	AOT_STRENGTH=3 $(BIN)/python -m pytest tests/test_aot.py
 
 fuzz: $(VENV)/dev
 	READER_FUZZ_CASES=10000 $(BIN)/python -m pytest -n 2 tests/test_fuzz_readers.py

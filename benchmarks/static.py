@@ -1,8 +1,8 @@
 """What the compiler makes of the kernels, and what a roofline says of it. Needs no GPU.
 
 Every configuration that the library can launch is a point on the axes below; `covering` picks configurations so
-that every pair of choices occurs together. Each is compiled ahead of time for real architectures and read back from
-its machine code: registers, local memory, widths of accesses, issue slots per logit of each sweep.
+that every two, or three, choices occur together. Each is compiled ahead of time for real architectures and read back
+from its machine code: registers, local memory, widths of accesses, issue slots per logit of each sweep.
 """
 
 # Triton has no types
@@ -20,9 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from offpolicy_corr.kernels.launch import CONFIGURATIONS, ODD, ONCE, SHORT, TWICE, Tiles
+
 TARGETS = (80, 90, 100)
-SLOT_BUDGET = {80: 18.0, 90: 18.0, 100: 16.5}  # issue slots per bf16 logit, both sweeps, entropy included
-WIDTHS = {"bf16": 16, "fp16": 16, "fp32": 32}
+# issue slots per bf16 logit of both sweeps, the entropy that diagnostics report included
+SLOT_BUDGET = {80: 15.0, 90: 15.25, 100: 14.25}
+BONUS_BUDGET = {80: 17.0, 90: 17.25, 100: 17.25}  # the same, with an entropy bonus in the gradient
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "fp32"),
@@ -34,9 +39,12 @@ _AXES: dict[str, tuple[Any, ...]] = {
     "mask": (True, False),
     "gradient": (True, False),
     "sharded": (False, True),
-    "tile": ("wide", "narrow"),
+    "rows": ("long", "short"),
     "layout": ("aligned", "odd stride", "transposed"),
+    "inputs": ("usual", "other"),
 }
+# what inputs may also be, besides int64 tokens, int32 ids and fp32 log-probs
+_OTHER_INPUTS = {"tokens": "i32", "ids": "i64", "logq": "fp64", "reference": "fp64", "candidate_logq": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,18 @@ class Configuration:
     dtype: str
     signature: dict[str, str] = field(hash=False)
     constants: dict[str, Any] = field(hash=False)
-    columns: int
-    warps: int
+    options: dict[str, Any] = field(hash=False)
     aligned: bool = True
+
+    @property
+    def columns(self) -> int:
+        """Of a tile."""
+        return int(self.constants["BLOCK"])
+
+    @property
+    def per_thread(self) -> float:
+        """Columns of a tile that a thread handles."""
+        return self.columns / (32 * self.options["num_warps"])
 
 
 @dataclass(frozen=True)
@@ -97,19 +114,37 @@ def fused(dtype: str = "bf16", **choices: Any) -> Configuration:
         "EXACT_TAIL": pick["center"] and pick["rule"] in (0, 4),
     }
     label = " ".join(f"{name}={value}" for name, value in choices.items()) or "default"
-    return _configuration("fused_loss", label, dtype, pick["tile"], pick["layout"], constants, absent)
+    twice = pick["gradient"] and not pick["sharded"]
+    return _configuration(
+        "fused_loss", label, dtype, _tiles(pick, twice), pick["layout"], constants, absent, pick["inputs"]
+    )
+
+
+def _tiles(pick: dict[str, Any], twice: bool) -> Tiles:
+    """What `launch.tiles_for` picks, or one of its `CONFIGURATIONS` by name."""
+    if "tiles" in pick:
+        return CONFIGURATIONS[pick["tiles"]]
+    if pick["rows"] == "short":
+        return SHORT
+    return ODD if pick["layout"] != "aligned" else TWICE if twice else ONCE
 
 
 def _configuration(
-    kernel: str, label: str, dtype: str, tile: str, layout: str, constants: dict[str, Any], absent: set[str]
+    kernel: str,
+    label: str,
+    dtype: str,
+    tiles: Tiles,
+    layout: str,
+    constants: dict[str, Any],
+    absent: set[str],
+    inputs: str = "usual",
 ) -> Configuration:
-    from offpolicy_corr.kernels import launch
-
-    tiles = launch.NARROW if tile == "narrow" else launch.WIDE
     pointers = {
         "logits": dtype, "gradient": dtype, "tokens": "i64", "trained": "i1", "scale": "fp64", "ids": "i32",
         "offsets": "i64", "complete": "i1", "listed": "i1",
     }  # fmt: skip
+    if inputs == "other":
+        pointers |= _OTHER_INPUTS
     integers = (
         "rows", "row_stride", "column_stride", "out_row_stride", "out_column_stride", "width", "first_id",
         "upstream_stride",
@@ -118,11 +153,8 @@ def _configuration(
         "tail_floor", "entropy_coef", "kl_coef", "low", "high", "log_low", "log_high", "tail_low", "tail_high",
     )  # fmt: skip
     transposed = layout == "transposed"
-    constants = constants | {
-        "CONTIGUOUS": not transposed,
-        "BLOCK": tiles.columns,
-        "K_BLOCK": tiles.candidates,
-    }
+    launched = tiles.options(DTYPES[dtype], not transposed) | tiles.lanes(DTYPES[dtype])
+    constants = constants | launched | {"K_BLOCK": tiles.candidates}
     if not transposed:  # integers equal to 1 are constants at launch
         constants |= {"column_stride": 1, "out_column_stride": 1}
     signature = {}
@@ -138,7 +170,10 @@ def _configuration(
     known = {name: value for name, value in constants.items() if name in _kernels()[kernel].arg_names}
     signature = {name: kind for name, kind in signature.items() if name not in known}
     aligned = layout == "aligned"
-    return Configuration(kernel, label, dtype, signature, known, tiles.columns, tiles.warps, aligned)
+    options = {
+        name: value for name, value in launched.items() if name in ("num_warps", "num_stages", "maxnreg")
+    }
+    return Configuration(kernel, label, dtype, signature, known, options, aligned)
 
 
 def _kernels() -> dict[str, Any]:
@@ -156,19 +191,19 @@ def main_configurations() -> list[Configuration]:
     """The variants that most steps of most runs launch."""
     found = [fused(), fused(entropy=True), fused(rule=0), fused("fp32"), fused(sharded=True)]
     for dtype in ("bf16", "fp32"):
-        found.append(_configuration("row_statistics", "default", dtype, "wide", "aligned", {}, {"q_tail"}))
+        found.append(_configuration("row_statistics", "default", dtype, ONCE, "aligned", {}, {"q_tail"}))
         found.append(
-            _configuration("row_gradient", "default", dtype, "wide", "aligned", {"SLOPED": False}, set())
+            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, set())
         )
-        found.append(_configuration("scale_rows", "default", dtype, "wide", "aligned", {}, set()))
+        found.append(_configuration("scale_rows", "default", dtype, ONCE, "aligned", {}, set()))
     return found
 
 
-def all_configurations() -> list[Configuration]:
-    """Configurations of every kernel in which every pair of choices occurs."""
-    found = [fused(**choices) for choices in covering(_AXES)]
-    axes = {name: _AXES[name] for name in ("dtype", "mask", "tile", "layout")}
-    for choices in covering(axes | {"candidates": (True, False), "extra": (True, False)}):
+def all_configurations(strength: int = 2) -> list[Configuration]:
+    """Configurations of every kernel in which any ``strength`` choices occur together."""
+    found = [fused(**choices) for choices in covering(_AXES, strength)]
+    axes = {name: _AXES[name] for name in ("dtype", "mask", "rows", "layout", "inputs")}
+    for choices in covering(axes | {"candidates": (True, False), "extra": (True, False)}, strength):
         absent = set() if choices["mask"] else {"trained"}
         for kernel in ("row_statistics", "row_gradient"):
             missing = (
@@ -183,46 +218,48 @@ def all_configurations() -> list[Configuration]:
                     kernel,
                     label,
                     choices["dtype"],
-                    choices["tile"],
+                    _tiles(choices, twice=False),
                     choices["layout"],
                     constants,
                     absent | missing,
+                    choices["inputs"],
                 )
             )
     for dtype, layout in itertools.product(_AXES["dtype"], _AXES["layout"]):
-        found.append(_configuration("scale_rows", layout, dtype, "wide", layout, {}, set()))
+        found.append(
+            _configuration(
+                "scale_rows", layout, dtype, ONCE if layout == "aligned" else ODD, layout, {}, set()
+            )
+        )
+    found += [fused(dtype, tiles=name) for dtype in ("bf16", "fp32") for name in CONFIGURATIONS]
     return main_configurations() + found
 
 
-def covering(axes: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Choices on all axes, few of them, such that every two choices of every two axes meet in one."""
-    names = list(axes)
-    missing = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
-    }  # fmt: skip
-    order = {pair: position for position, pair in enumerate(sorted(missing, key=repr))}
-    while missing:
-        a, x, b, y = min(missing, key=order.__getitem__)
-        choices = {a: x, b: y}
-        for name in names:
+def covering(axes: dict[str, tuple[Any, ...]], strength: int = 2) -> Iterator[dict[str, Any]]:
+    """Choices on all axes, few of them, such that all choices of any ``strength`` axes meet in one."""
+    groups = list(itertools.combinations(axes, strength))
+    order = [tuple(zip(g, v, strict=True)) for g in groups for v in itertools.product(*(axes[n] for n in g))]
+    missing = set(order)
+    for start in order:
+        if start not in missing:
+            continue
+        choices = dict(start)
+        for name in axes:
             if name not in choices:
-                gains = [
-                    sum(_pair(name, value, m, w, names) in missing for m, w in choices.items())
-                    for value in axes[name]
-                ]
-                choices[name] = axes[name][gains.index(max(gains))]
-        missing -= {_pair(n, v, m, w, names) for (n, v), (m, w) in itertools.combinations(choices.items(), 2)}
-        yield {name: choices[name] for name in names}
+                trials = [choices | {name: value} for value in axes[name]]
+                choices = max(trials, key=lambda trial: len(missing & _meetings(axes, trial, strength)))
+        missing -= _meetings(axes, choices, strength)
+        yield {name: choices[name] for name in axes}
 
 
-def _pair(a: str, x: Any, b: str, y: Any, names: list[str]) -> tuple[str, Any, str, Any]:
-    return (a, x, b, y) if names.index(a) < names.index(b) else (b, y, a, x)
+def _meetings(axes: dict[str, Any], choices: dict[str, Any], strength: int) -> set[tuple[Any, ...]]:
+    """What meets in one set of choices, on as many of the axes as it has."""
+    return set(itertools.combinations([(n, choices[n]) for n in axes if n in choices], strength))
 
 
 def compile_for(configuration: Configuration, target: int) -> Any:
     """The compiled kernel, as a launch on that architecture would compile it."""
     import triton
-    from offpolicy_corr.kernels.launch import Tiles
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -235,11 +272,7 @@ def compile_for(configuration: Configuration, target: int) -> Any:
     hints = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible}
     constants = configuration.constants
     source = ASTSource(kernel, types, constants, hints)
-    tiles = Tiles(configuration.columns, 0, configuration.warps)
-    options = {
-        k: v for k, v in tiles.options(constants["CONTIGUOUS"]).items() if k not in ("CONTIGUOUS", "BLOCK")
-    }
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=configuration.options)
 
 
 def figures(configuration: Configuration, target: int) -> Figures:
@@ -251,11 +284,13 @@ def figures(configuration: Configuration, target: int) -> Figures:
         usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
         code, loops = _read(_tool("nvdisasm", "-c", str(cubin)))
     resource = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    lanes = configuration.columns / (32 * configuration.warps)
+    lanes = configuration.per_thread
     bodies = [code[start : end + 1] for start, end in loops]
     # a sweep touches a whole tile per turn: as many bits as the tile has, per thread
     sweeps = [
-        body for body in bodies if _bits(body) >= lanes * WIDTHS[configuration.dtype] and _moves(body, "LDG")
+        body
+        for body in bodies
+        if _bits(body) >= lanes * 8 * DTYPES[configuration.dtype].itemsize and _moves(body, "LDG")
     ]
     return Figures(
         target,

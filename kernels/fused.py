@@ -45,7 +45,8 @@ def fused_loss(
     rows, row_stride, column_stride, out_row_stride, out_column_stride, width, first_id,
     tail_floor, entropy_coef, kl_coef, low, high, log_low, log_high, tail_low, tail_high,
     RULE: tl.constexpr, KL: tl.constexpr, CENTER: tl.constexpr, ENTROPY: tl.constexpr, EXACT_TAIL: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Args, where None leaves a part out (of the compiled code, too):
 
@@ -66,6 +67,14 @@ def fused_loss(
         live = tl.load(trained + t) != 0
     if live:
         heat = tl.load(sharpness + t)
+
+        # ---- the row's sums; what later steps need is read after them, so that it takes no registers here
+        if statistics is None:
+            peak, total, moment = row_sums(row, width, column_stride, heat, CONTIGUOUS, BLOCK, LANES, VECTOR)
+        else:
+            column = statistics + t
+            peak, total, moment = tl.load(column), tl.load(column + rows), tl.load(column + 3 * rows)
+        shift = shift_of(peak, heat)
         token = tl.load(tokens + t).to(tl.int64)
         advantage = tl.load(advantages + t).to(tl.float32)
         first = tl.zeros((), tl.int64)
@@ -75,34 +84,26 @@ def fused_loss(
             first = tl.load(offsets + t)
             last = tl.load(offsets + t + 1)
             is_complete = tl.load(complete + t) != 0
-
-        # ---- the row's sums
         if statistics is None:
-            peak, total, moment = row_sums(row, width, column_stride, heat, CONTIGUOUS, BLOCK)
-            shift = shift_of(peak, heat)
             token_d = gather_one(row, token, first_id, width, column_stride, heat, shift)
             if ids is not None:
                 gather(row, ids, shifted, first, last, first_id, width, column_stride, heat, shift, K_BLOCK)
                 tl.debug_barrier()
         else:
-            shift = shift_of(tl.load(statistics + t), heat)
-            total = tl.load(statistics + rows + t)
-            moment = tl.load(statistics + 3 * rows + t)
             token_d = tl.load(statistics + 4 * rows + t)
 
         # ---- p over the vocabulary, or over the set
         log_total = tl.log2(total)
         top, mass, mean = _head_sums(shifted, first, last, is_complete, ids is not None, K_BLOCK)
-        log_norm = tl.where(is_complete, top + tl.log2(mass), log_total)
+        log_mass = tl.where(is_complete, tl.log2(mass), log_total)
         over_vocabulary = log_total - moment / total
-        entropy = LN2 * tl.where(is_complete, log_norm - top - mean, over_vocabulary)
+        entropy = LN2 * tl.where(is_complete, log_mass - mean, over_vocabulary)
         # x − x is 0 for finite numbers only
-        finite = ((over_vocabulary - over_vocabulary) == 0.0) & ((log_norm - log_norm) == 0.0)
-        token_logp = LN2 * (token_d - log_norm)
+        finite = ((over_vocabulary - over_vocabulary) == 0.0) & ((log_mass - log_mass) == 0.0)
+        token_logp = _logp(token_d, top, log_mass)
 
         # ---- the tail: q's is data, p's is summed
-        q_mass, p_mass, rho = float("nan"), float("nan"), float("nan")
-        p_tail = 0.0
+        q_mass, p_mass, rho, p_tail = float("nan"), float("nan"), float("nan"), 0.0
         if ids is not None:
             absent = (first == last) & (is_complete == 0)
             p_mass = tl.where(absent, float("nan"), tl.exp2(top + tl.log2(mass) - log_total))
@@ -115,16 +116,15 @@ def fused_loss(
             if candidate_logq is not None:
                 unrecorded = tl.load(q_tail + t)
                 known = (is_complete == 0) & (absent == 0)
-                rho = tl.where(
-                    known, tl.maximum(unrecorded, tail_floor) / tl.maximum(p_tail, tail_floor), rho
-                )
+                q_mass = tl.where(known, 1.0 - unrecorded, q_mass)
+                unrecorded = tl.maximum(unrecorded, tail_floor)
+                rho = tl.where(known, unrecorded / tl.maximum(p_tail, tail_floor), rho)
                 if EXACT_TAIL and statistics is None:  # noqa: SIM102 - one is known to the compiler, one is data
                     if known & (rho > LARGEST_TAIL_SCALE_BY_SUBTRACTION):
-                        whole = exact_sum(row, width, column_stride, heat, shift, CONTIGUOUS, BLOCK)
+                        whole = exact_sum(row, width, column_stride, heat, shift, CONTIGUOUS, LANES, VECTOR)
                         head = exact_head(shifted, first, last, K_BLOCK)
                         p_tail = (whole - head).to(tl.float32) / total
-                        rho = tl.maximum(unrecorded, tail_floor) / tl.maximum(p_tail, tail_floor)
-                q_mass = tl.where(known, 1.0 - unrecorded, q_mass)
+                        rho = unrecorded / tl.maximum(p_tail, tail_floor)
 
         # ---- weight, coefficients, loss
         log_ratio = token_logp - tl.load(logq + t).to(tl.float32)
@@ -134,7 +134,7 @@ def fused_loss(
             alpha = tail_scale(rho, advantage, low, high, tail_low, tail_high, RULE)
             alpha = tl.where(is_complete, 0.0, alpha)
             head, correction, penalty = _centering(
-                shifted, candidate_logq, first, last, log_norm, advantage, alpha,
+                shifted, candidate_logq, first, last, top, log_mass, advantage, alpha,
                 low, high, log_low, log_high, RULE, K_BLOCK,
             )  # fmt: skip
             centre = head + _product(alpha, p_tail)
@@ -155,48 +155,81 @@ def fused_loss(
             q_mass, p_mass, rho,
         )  # fmt: skip
 
-        # ---- the gradient
         if gradient is not None:
             # a row of a dropped sequence is silent, whatever it holds
             factor = tl.load(scale + t).to(tl.float32)
-            advantage_scaled = _product(factor, advantage)
-            pull = _product(factor, pull)
-            on_head = pull - _product(advantage_scaled, centre)
-            bonus = factor * entropy_coef if ENTROPY else 0.0
-            cooling = heat * LN2  # 1 / temperature: the gradient is with respect to raw logits
-            dense = tl.where(is_complete, 0.0, on_head + _product(advantage_scaled, alpha))
-            spread = tl.where(is_complete, 0.0, bonus)
-            on_token = _product(dense, tl.exp(token_logp)) - pull
-            if ENTROPY:
-                on_token += spread * _entropy_slope(token_logp, entropy)
-            listed = False
-            if ids is not None:
-                listed = _head_gradient(
-                    shifted, ids, candidate_logq, first, last, token, log_norm, advantage, advantage_scaled,
-                    on_head, pull, bonus, entropy, cooling, factor, low, high, log_low, log_high,
-                    RULE, CENTER, ENTROPY, K_BLOCK,
-                )  # fmt: skip
-            # p (dense + bonus (log p + H)) as 2^d (level + slope d)
-            slope = cooling * spread * LN2 / total
-            level = cooling * dense / total - slope * (log_total - entropy / LN2)
-            level = tl.where(factor == 0.0, 0.0, level)
-            slope = tl.where(factor == 0.0, 0.0, slope)
-            on_token = tl.where(factor == 0.0, 0.0, on_token)
-            tl.debug_barrier()  # every gathered logit has been read before the first is overwritten
-            write_row(
-                row, out, width, column_stride, out_column_stride, heat, shift, level, slope,
-                ENTROPY, CONTIGUOUS, BLOCK,
+            _write_gradient(
+                row, out, shifted, ids, candidate_logq, first, last, is_complete, token, token_logp,
+                heat, shift, total, log_total, top, log_mass, entropy,
+                advantage, pull, centre, alpha, factor, entropy_coef, low, high, log_low, log_high,
+                column_stride, out_column_stride, width, first_id, RULE, CENTER, ENTROPY, CONTIGUOUS, BLOCK, K_BLOCK,
             )  # fmt: skip
-            tl.debug_barrier()  # every dense gradient has landed before the sparse ones replace some
-            if listed == 0:
-                scatter_one(out, token, on_token * cooling, first_id, width, out_column_stride)
-            if ids is not None:
-                scatter(out, ids, shifted, first, last, first_id, width, out_column_stride, K_BLOCK)
     else:
         for field in tl.static_range(10):
             tl.store(results + field * rows + t, 0.0)
         if gradient is not None:
             clear_row(out, width, out_column_stride, CONTIGUOUS, BLOCK)
+
+
+@triton.jit
+def _write_gradient(
+    row, out, shifted, ids, candidate_logq, first, last, is_complete, token, token_logp,
+    heat, shift, total, log_total, top, log_mass, entropy,
+    advantage, pull, centre, alpha, factor, entropy_coef, low, high, log_low, log_high,
+    column_stride, out_column_stride, width, first_id,
+    RULE: tl.constexpr, CENTER: tl.constexpr, ENTROPY: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sweep 2 and the scatter: the gradient of the row's loss times ``factor``, with respect to its raw logits."""
+    advantage_scaled = _product(factor, advantage)
+    pull = _product(factor, pull)
+    on_head = pull - _product(advantage_scaled, centre)
+    bonus = factor * entropy_coef if ENTROPY else 0.0
+    cooling = heat * LN2  # 1 / temperature: the gradient is with respect to raw logits
+    dense = tl.where(is_complete, 0.0, on_head + _product(advantage_scaled, alpha))
+    spread = tl.where(is_complete, 0.0, bonus)
+    on_token = _product(dense, tl.exp(token_logp)) - pull
+    if ENTROPY:
+        on_token += spread * _entropy_slope(token_logp, entropy)
+    listed = False
+    if ids is not None:
+        listed = _head_gradient(
+            shifted, ids, candidate_logq, first, last, token, top, log_mass, advantage, advantage_scaled,
+            on_head, pull, bonus, entropy, cooling, factor, low, high, log_low, log_high,
+            RULE, CENTER, ENTROPY, K_BLOCK,
+        )  # fmt: skip
+    # p (dense + bonus (log p + H)) as 2^d (level + slope d)
+    slope = cooling * spread * LN2 / total
+    level = cooling * dense / total - slope * (log_total - entropy / LN2)
+    level = tl.where(factor == 0.0, 0.0, level)
+    slope = tl.where(factor == 0.0, 0.0, slope)
+    on_token = tl.where(factor == 0.0, 0.0, on_token)
+    tl.debug_barrier()  # every gathered logit has been read before the first is overwritten
+    write_row(
+        row,
+        out,
+        width,
+        column_stride,
+        out_column_stride,
+        heat,
+        shift,
+        level,
+        slope,
+        ENTROPY,
+        CONTIGUOUS,
+        BLOCK,
+    )
+    tl.debug_barrier()  # every dense gradient has landed before the sparse ones replace some
+    if listed == 0:
+        scatter_one(out, token, on_token * cooling, first_id, width, out_column_stride)
+    if ids is not None:
+        scatter(out, ids, shifted, first, last, first_id, width, out_column_stride, K_BLOCK)
+
+
+@triton.jit
+def _logp(d, top, log_mass):
+    """log p in nats. Two subtractions: the set may lie so far below the peak that one sum of both loses digits."""
+    return LN2 * ((d - top) - log_mass)
 
 
 @triton.jit
@@ -265,7 +298,7 @@ def _head_sums(shifted, first, last, is_complete, PRESENT: tl.constexpr, K_BLOCK
 
 @triton.jit
 def _centering(
-    shifted, candidate_logq, first, last, log_norm, advantage, alpha, low, high, log_low, log_high,
+    shifted, candidate_logq, first, last, top, log_mass, advantage, alpha, low, high, log_low, log_high,
     RULE: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(Σ_H m, Σ_H c log p, Σ_H A c log p) with c = m − α p."""
@@ -277,7 +310,7 @@ def _centering(
         used = slots < last
         d = tl.load(shifted + slots, mask=used, other=float("-inf"))
         logq = tl.load(candidate_logq + slots, mask=used, other=float("-inf")).to(tl.float32)
-        logp = LN2 * (d - log_norm)
+        logp = _logp(d, top, log_mass)
         weighted = tl.where(
             used, weighted_prob(logp, logq, advantage, low, high, log_low, log_high, RULE), 0.0
         )
@@ -291,8 +324,8 @@ def _centering(
 
 @triton.jit
 def _head_gradient(
-    shifted, ids, candidate_logq, first, last, token, log_norm, advantage, advantage_scaled, on_head, pull, bonus,
-    entropy, cooling, factor, low, high, log_low, log_high,
+    shifted, ids, candidate_logq, first, last, token, top, log_mass, advantage, advantage_scaled, on_head, pull,
+    bonus, entropy, cooling, factor, low, high, log_low, log_high,
     RULE: tl.constexpr, CENTER: tl.constexpr, ENTROPY: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace the candidates' d by their gradients; returns whether the sampled token is among them.
@@ -304,7 +337,7 @@ def _head_gradient(
         slots = start + tl.arange(0, K_BLOCK)
         used = slots < last
         d = tl.load(shifted + slots, mask=used, other=float("-inf"))
-        logp = LN2 * (d - log_norm)
+        logp = _logp(d, top, log_mass)
         values = _product(on_head, tl.exp(logp))
         if CENTER:
             logq = tl.load(candidate_logq + slots, mask=used, other=float("-inf")).to(tl.float32)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,39 +18,86 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tiles(NamedTuple):
-    """Columns and candidates that a program handles at a time, and its warps.
+    """Columns and candidates that a program handles at a time, its warps, and registers of a thread at most.
 
-    Fixed, never tuned at run time: a trial of an in-place kernel would consume its input.
+    ``columns`` of 16-bit logits, half as many of 32-bit ones: as many bytes. Fixed, never tuned at run time: a trial
+    of an in-place kernel would consume its input.
     """
 
     columns: int
     candidates: int
     warps: int
+    registers: int = 128
 
-    def options(self, contiguous: bool) -> dict[str, Any]:
+    def options(self, dtype: torch.dtype, contiguous: bool = True) -> dict[str, Any]:
         """Keywords of a launch. ``contiguous``: neighbouring columns are neighbours in memory."""
-        chosen = {"CONTIGUOUS": contiguous, "BLOCK": self.columns, "num_warps": self.warps, "num_stages": 1}
-        if contiguous and torch.version.hip is None:
-            # two programs of 8 warps on a multiprocessor, said to the assembler, which otherwise may spill for a third
-            chosen["maxnreg"] = REGISTERS
+        block = self.columns * 2 // dtype.itemsize
+        chosen = {"CONTIGUOUS": contiguous, "BLOCK": block, "num_warps": self.warps, "num_stages": 1}
+        if torch.version.hip is None:
+            chosen["maxnreg"] = self.registers
         return chosen
 
+    def lanes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Keywords of a kernel that sums a row: its threads, and the columns that one reads at a time."""
+        block = self.columns * 2 // dtype.itemsize
+        vector = min(16 // dtype.itemsize, block)
+        return {"LANES": min(32 * self.warps, block // vector), "VECTOR": vector}
 
-REGISTERS = 128
-# 32 elements per thread: fewer barriers per logit than smaller tiles, and with at most 128 registers two programs of
-# 8 warps on a multiprocessor, so that one loads while the other is at a barrier or among its candidates, and no more
-# than two rows per multiprocessor compete for the L2 cache
-WIDE = Tiles(8192, 128, 8)
+
+# four 128-bit accesses of a thread at a time. Where a row is read twice, 16 warps at 64 registers make two programs on
+# a multiprocessor: enough bytes in flight, one loads while the other is among its candidates, and no more than two
+# rows per multiprocessor compete for the L2 cache
+TWICE = Tiles(16384, 128, 16, registers=64)
+ONCE = Tiles(8192, 128, 8)
 # rows this short leave most of a large tile unused
-NARROW = Tiles(1024, 128, 4)
-NARROW_COLUMNS = 4096
+SHORT = Tiles(1024, 128, 4)
+SHORT_COLUMNS = 4096
+# where accesses cannot be 128 bits wide each takes its own address, and its own registers
+ODD = Tiles(2048, 128, 8)
+# what `offpolicy-corr bench --tiles` compares
+CONFIGURATIONS = {
+    "two rows of 16 warps": TWICE,
+    "two or three rows of 8 warps": ONCE,
+    "four rows of 8 warps": Tiles(8192, 128, 8, registers=64),
+    "one row of 32 warps": Tiles(32768, 128, 32, registers=64),
+}
+_forced: Tiles | None = None
 
 
-def tiles_for(dtype: torch.dtype, columns: int) -> Tiles:
-    """Raises TypeError for a dtype that the kernels do not take."""
-    if dtype not in DTYPES:
-        raise TypeError(f"kernels compute in float32 and take bf16, fp16 or fp32 logits, not {dtype}")
-    return NARROW if columns <= NARROW_COLUMNS else WIDE
+def tiles_for(width: int, *matrices: Tensor, twice: bool = False) -> Tiles:
+    """The tiles for rows of ``width`` columns of these matrices; ``twice``: the program reads its row twice.
+
+    Raises:
+        TypeError: a dtype that the kernels do not take.
+    """
+    for matrix in matrices:
+        if matrix.dtype not in DTYPES:
+            raise TypeError(
+                f"kernels compute in float32 and take bf16, fp16 or fp32 logits, not {matrix.dtype}"
+            )
+    if _forced is not None:
+        return _forced
+    if width <= SHORT_COLUMNS:
+        return SHORT
+    if not all(map(_is_aligned, matrices)):
+        return ODD
+    return TWICE if twice else ONCE
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """What Triton looks at: neighbours in memory, and a start and row stride that are multiples of 16."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+@contextmanager
+def override(tiles: Tiles) -> Iterator[None]:
+    """Launch everything with these tiles: for benchmarks, and for tests of tiles that short rows never meet."""
+    global _forced
+    before, _forced = _forced, tiles
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -62,7 +62,8 @@ def _launch(
     results = torch.empty(len(FIELDS), len(tokens), dtype=torch.float32, device=logits.device)
     strides = logits.stride()
     out_strides = strides if gradient is None else gradient.stride()
-    tiles = tiles_for(logits.dtype, width)
+    outputs = [] if gradient is None else [gradient]
+    tiles = tiles_for(width, logits, *outputs, twice=bool(outputs) and statistics is None)
     if len(tokens):
         with on_device_of(logits):
             fused_loss[(len(tokens),)](
@@ -70,7 +71,8 @@ def _launch(
                 ids, candidate_logq, offsets, complete, q_tail, statistics,
                 len(tokens), *strides, *out_strides, width, first_id, *scalars,
                 RULE=rule, KL=kl, CENTER=center, ENTROPY=scalars[1] != 0.0, EXACT_TAIL=exact_tail,
-                K_BLOCK=tiles.candidates, **tiles.options(strides[1] == 1 and out_strides[1] == 1),
+                K_BLOCK=tiles.candidates, **tiles.lanes(logits.dtype),
+                **tiles.options(logits.dtype, strides[1] == 1 and out_strides[1] == 1),
             )  # fmt: skip
     return results
 

@@ -74,14 +74,14 @@ def _launch(
     on_token: Tensor, listed: Tensor | None, width: int, first_id: int,
 ) -> None:  # fmt: skip
     strides, out_strides = logits.stride(), gradient.stride()
-    tiles = tiles_for(logits.dtype, width)
+    tiles = tiles_for(width, logits, gradient)
     if len(tokens):
         with on_device_of(logits):
             row_gradient[(len(tokens),)](
                 logits, gradient, tokens, trained, heat, peak, level, level if slope is None else slope,
                 ids, offsets, on_candidates, on_token, listed, *strides, *out_strides, width, first_id,
                 SLOPED=slope is not None, K_BLOCK=tiles.candidates,
-                **tiles.options(strides[1] == 1 and out_strides[1] == 1),
+                **tiles.options(logits.dtype, strides[1] == 1 and out_strides[1] == 1),
             )  # fmt: skip
 
 

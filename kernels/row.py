@@ -36,59 +36,108 @@ def column_offsets(start, column_stride, CONTIGUOUS: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def row_sums(row, width, column_stride, sharpness, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr):
-    """First sweep: (peak, Σ 2^d, Σ d·2^d) of the first ``width`` columns, in fp32.
+def load_round(
+    row, start, width, column_stride,
+    MASKED: tl.constexpr, CONTIGUOUS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """``[LANES, VECTOR]`` columns in fp32: a lane is a thread, a vector one 128-bit access.
 
-    A NaN or +inf anywhere makes the sum NaN; a row of −inf gives (−inf, 0, 0).
+    What is reduced over vectors, and over rounds, never leaves its thread. MASKED: −inf beyond ``width``.
     """
-    peak = float("-inf")
-    total = 0.0
-    moment = 0.0
-    whole = width // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        _, offsets = column_offsets(start, column_stride, CONTIGUOUS, BLOCK)
-        x = tl.load(row + offsets, eviction_policy="evict_last").to(tl.float32)
-        peak, total, moment = _absorb(x, peak, total, moment, sharpness)
-    if whole < width:
-        columns, offsets = column_offsets(whole, column_stride, CONTIGUOUS, BLOCK)
-        x = tl.load(row + offsets, mask=columns < width, other=float("-inf")).to(tl.float32)
-        peak, total, moment = _absorb(x, peak, total, moment, sharpness)
-    return peak, total, moment
+    columns = start + (tl.arange(0, LANES) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    offsets = columns if CONTIGUOUS else columns.to(tl.int64) * column_stride
+    if MASKED:
+        x = tl.load(row + offsets, mask=columns < width, other=float("-inf"))
+    else:
+        x = tl.load(row + offsets, eviction_policy="evict_last")
+    return x.to(tl.float32)
 
 
 @triton.jit
-def _absorb(x, peak, total, moment, sharpness):
-    """Merge a tile into running sums, rescaling them where the peak rises."""
-    new_peak = tl.maximum(peak, tl.max(x, 0))
+def row_sums(
+    row, width, column_stride, sharpness,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """First sweep: (peak, Σ 2^d, Σ d·2^d) of the first ``width`` columns, in fp32.
+
+    A NaN or +inf anywhere makes the sum NaN; a row of −inf gives (−inf, 0, 0). Every thread sums what it read,
+    relative to its own peak, and the threads meet once, at the end: no barrier in the loop.
+    """
+    peak = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        peak, total, moment = _absorb(
+            row, start, width, column_stride, sharpness, peak, total, moment,
+            False, CONTIGUOUS, BLOCK, LANES, VECTOR,
+        )  # fmt: skip
+    for start in range(whole, width, LANES * VECTOR):
+        peak, total, moment = _absorb(
+            row, start, width, column_stride, sharpness, peak, total, moment,
+            True, CONTIGUOUS, LANES * VECTOR, LANES, VECTOR,
+        )  # fmt: skip
+    top = tl.max(peak, 0)
+    total, moment = _rescaled(total, moment, peak, shift_of(top, sharpness), sharpness)
+    return top, tl.sum(total, 0), tl.sum(moment, 0)
+
+
+@triton.jit
+def _absorb(
+    row, start, width, column_stride, sharpness, peak, total, moment,
+    MASKED: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile into sums ``[LANES]``, rescaling them where their peak rises."""
+    x = load_round(row, start, width, column_stride, MASKED, CONTIGUOUS, LANES, VECTOR)
+    tile = (x,)
+    best = x
+    for step in tl.static_range(LANES * VECTOR, BLOCK, LANES * VECTOR):
+        x = load_round(row, start + step, width, column_stride, MASKED, CONTIGUOUS, LANES, VECTOR)
+        tile = tile + (x,)  # noqa: RUF005 - the compiler knows no unpacking
+        best = tl.maximum(best, x)
+    new_peak = tl.maximum(peak, tl.max(best, 1))
     shift = shift_of(new_peak, sharpness)
-    d = tl.fma(x, sharpness, -shift)
+    d = tl.fma(tile[0], sharpness, -shift[:, None])
     exps = tl.exp2(d)
+    moments = exps * tl.maximum(d, _LOWEST)
+    for i in tl.static_range(1, BLOCK // (LANES * VECTOR)):
+        d = tl.fma(tile[i], sharpness, -shift[:, None])
+        power = tl.exp2(d)
+        exps += power
+        moments = tl.fma(power, tl.maximum(d, _LOWEST), moments)
+    total, moment = _rescaled(total, moment, peak, shift, sharpness)
+    return new_peak, total + tl.sum(exps, 1), moment + tl.sum(moments, 1)
+
+
+@triton.jit
+def _rescaled(total, moment, peak, shift, sharpness):
+    """Sums relative to ``peak``, made relative to a ``shift`` that is at least as high."""
     # before the first finite logit there is nothing to rescale: a factor of 0, never exp2(−inf + inf)
     back = tl.where(peak == float("-inf"), _LOWEST, shift_of(peak, sharpness) - shift)
     factor = tl.exp2(back)
-    moment = factor * tl.fma(back, total, moment) + tl.sum(exps * tl.maximum(d, _LOWEST), 0)
-    total = tl.fma(factor, total, tl.sum(exps, 0))
-    return new_peak, total, moment
+    return factor * total, factor * tl.fma(back, total, moment)
 
 
 @triton.jit
-def exact_sum(row, width, column_stride, sharpness, shift, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr):
+def exact_sum(
+    row, width, column_stride, sharpness, shift,
+    CONTIGUOUS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Σ 2^d with fp64 accumulation, for rows whose tail is a small difference of large sums.
 
     Each addend is the same fp32 number as where a candidate's 2^d is computed, so subtracting the candidates'
     own fp64 sum leaves the tail alone, to all its digits.
     """
-    total = tl.zeros((), tl.float64)
-    whole = width // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        _, offsets = column_offsets(start, column_stride, CONTIGUOUS, BLOCK)
-        x = tl.load(row + offsets).to(tl.float32)
-        total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 0)
+    total = tl.zeros((LANES,), tl.float64)
+    step: tl.constexpr = LANES * VECTOR
+    whole = width // step * step
+    for start in range(0, whole, step):
+        x = load_round(row, start, width, column_stride, False, CONTIGUOUS, LANES, VECTOR)
+        total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 1)
     if whole < width:
-        columns, offsets = column_offsets(whole, column_stride, CONTIGUOUS, BLOCK)
-        x = tl.load(row + offsets, mask=columns < width, other=float("-inf")).to(tl.float32)
-        total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 0)
-    return total
+        x = load_round(row, whole, width, column_stride, True, CONTIGUOUS, LANES, VECTOR)
+        total += tl.sum(tl.exp2(tl.fma(x, sharpness, -shift)).to(tl.float64), 1)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -118,11 +167,12 @@ def write_row(
         clear_row(out, width, out_column_stride, CONTIGUOUS, BLOCK)
     else:
         whole = width // BLOCK * BLOCK
-        if whole < width:
-            columns, offsets = column_offsets(whole, column_stride, CONTIGUOUS, BLOCK)
+        TAIL: tl.constexpr = BLOCK // 4
+        for start in range(whole, width, TAIL):
+            columns, offsets = column_offsets(start, column_stride, CONTIGUOUS, TAIL)
             x = tl.load(row + offsets, mask=columns < width, other=float("-inf")).to(tl.float32)
             values = _slope_at(x, sharpness, shift, level, slope, SLOPED)
-            _, offsets = column_offsets(whole, out_column_stride, CONTIGUOUS, BLOCK)
+            _, offsets = column_offsets(start, out_column_stride, CONTIGUOUS, TAIL)
             tl.store(out + offsets, values.to(out.dtype.element_ty), mask=columns < width)
         for step in range(0, whole, BLOCK):
             start = whole - BLOCK - step

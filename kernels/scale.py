@@ -44,11 +44,11 @@ def _launch(gradient: Tensor, upstream: Tensor) -> None:
     rows = gradient if gradient.dim() == 2 else gradient.view(1, -1)
     if rows.numel():
         stride = upstream.stride(0) if upstream.dim() else 0
-        tiles = tiles_for(gradient.dtype, rows.shape[1])
+        tiles = tiles_for(rows.shape[1], rows)
         with on_device_of(gradient):
             scale_rows[(rows.shape[0],)](
                 rows, upstream, stride, *rows.stride(), rows.shape[1],
-                **tiles.options(rows.stride(1) == 1),
+                **tiles.options(gradient.dtype, rows.stride(1) == 1),
             )  # fmt: skip
 
 

@@ -76,13 +76,13 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     statistics, shifted = _fake(logits, tokens, trained, heat, ids)
     strides = logits.stride()
-    tiles = tiles_for(logits.dtype, width)
+    tiles = tiles_for(width, logits)
     if len(tokens):
         with on_device_of(logits):
             row_statistics[(len(tokens),)](
                 logits, statistics, shifted, tokens, trained, heat, ids, offsets, q_tail,
                 len(tokens), *strides, width, first_id, tail_floor,
-                K_BLOCK=tiles.candidates, **tiles.options(strides[1] == 1),
+                K_BLOCK=tiles.candidates, **tiles.lanes(logits.dtype), **tiles.options(logits.dtype, strides[1] == 1),
             )  # fmt: skip
     return statistics, shifted
 

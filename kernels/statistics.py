@@ -31,7 +31,8 @@ from .row import (
 def row_statistics(
     logits, statistics, shifted, tokens, trained, sharpness, ids, offsets, q_tail,
     rows, row_stride, column_stride, width, first_id, tail_floor,
-    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(peak, total, tail, moment, token) of every row into fp32 ``[5, rows]``, d of the candidates into ``[nnz]``.
 
@@ -46,7 +47,7 @@ def row_statistics(
         live = tl.load(trained + t) != 0
     if live:
         heat = tl.load(sharpness + t)
-        peak, total, moment = row_sums(row, width, column_stride, heat, CONTIGUOUS, BLOCK)
+        peak, total, moment = row_sums(row, width, column_stride, heat, CONTIGUOUS, BLOCK, LANES, VECTOR)
         shift = shift_of(peak, heat)
         tail = total
         if ids is not None:
@@ -59,7 +60,7 @@ def row_statistics(
                 # a shard's own share of the tail bounds what its rounding can do to the whole row
                 unrecorded = tl.maximum(tl.load(q_tail + t), tail_floor)
                 if unrecorded * total > LARGEST_TAIL_SCALE_BY_SUBTRACTION * tail:
-                    whole = exact_sum(row, width, column_stride, heat, shift, CONTIGUOUS, BLOCK)
+                    whole = exact_sum(row, width, column_stride, heat, shift, CONTIGUOUS, LANES, VECTOR)
                     tail = (whole - exact_head(shifted, first, last, K_BLOCK)).to(tl.float32)
         tl.store(statistics + t, peak)
         tl.store(statistics + rows + t, total)

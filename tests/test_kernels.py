@@ -21,7 +21,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a row of tens of columns has whole tiles, a partial one, and several of candidates."""
-    monkeypatch.setattr(launch, "NARROW", launch.Tiles(16, 4, 4))
+    monkeypatch.setattr(launch, "SHORT", launch.Tiles(16, 4, 4))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -38,8 +38,13 @@ def test_vector(case: dict[str, Any]) -> None:
     expected = case["expected"]
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(gradient[0].cpu(), torch.tensor(expected["grad"]), **close)
-    # the tail mass is a difference, good to 1e-7: the gradient does not notice, the value of a centred loss does
-    slack = 1e-3 if case["center"] and not case["complete"] else tolerance
+    # the tail mass is a difference, good to a rounding of the whole: the gradient does not notice, the value of a
+    # centred loss does where α, whose error is then ρ · rounding / tail, multiplies Σ p log p over the head
+    slack = tolerance
+    if case["center"] and not case["complete"]:
+        tokens = out.tokens
+        tail = max(1.0 - tokens.trainer_head_mass[0].item(), 1e-6)
+        slack += 3e-7 * abs(case["advantage"]) * (tokens.tail_ratio * tokens.entropy)[0].item() / tail
     assert out.loss.item() == pytest.approx(expected["loss"], rel=tolerance, abs=slack)
     assert out.tokens.logprobs[0].item() == pytest.approx(expected["logprob"], rel=tolerance, abs=tolerance)
     assert out.tokens.weight[0].item() == pytest.approx(expected["weight"], rel=tolerance, abs=tolerance)

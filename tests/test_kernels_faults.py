@@ -24,7 +24,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "NARROW", launch.Tiles(256, 8, 4))
+    monkeypatch.setattr(launch, "SHORT", launch.Tiles(256, 8, 4))
 
 
 def rows(
