@@ -123,6 +123,7 @@ def samples_of(problem: double.Problem) -> list[Any]:
 
 def converter_args(**own: Any) -> Namespace:
     more = {"reward_key": None, "rewards_normalization": False, "n_samples_per_prompt": 1}
+    more |= {"rollout_top_logprobs_num": 0, "ci_test": False}
     return double.make_args(offpolicy_corr=own, custom_reward_post_process_path=None, **more)
 
 
