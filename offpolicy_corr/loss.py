@@ -62,7 +62,8 @@ def policy_loss(
         kl_coef, kl_estimator, ref_logprobs: KL to a reference on the sampled token, ``"k1" "k2" "k3" "low_var_kl"``;
             ``ref_logprobs`` is ``[T]``, on complete rows over the set.
         process_group: tensor-parallel group when ``logits`` is this rank's shard of columns, in rank order;
-            two collectives. Loss and diagnostics are the same on every rank.
+            two collectives, and with ``reduction="none"`` two more in the backward pass. Loss and diagnostics are
+            the same on every rank.
         vocab_size: true vocabulary (over all ranks), where the columns are padded.
         backend: ``"auto"``, ``"torch"``, ``"triton"``.
         inplace: write the gradient over ``logits``; nobody else may read them afterwards.

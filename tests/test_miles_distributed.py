@@ -89,6 +89,8 @@ def layouts(state: double.State) -> None:
             compare(state, double.make_problem(seed=seed), args)
         args.offpolicy_corr = {"inplace_logits": True}
         compare(state, double.make_problem(seed=seed), args)
+        args.offpolicy_corr, args.recompute_loss_function = {}, True
+        compare(state, double.make_problem(seed=seed), args)
 
 
 def options(state: double.State) -> None:
