@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offpolicy_corr.assembly import Turn
+from offpolicy_corr.missing import is_missing
 from offpolicy_corr.record import SamplerRecord
 from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.validation import SAME_VALUE
 from offpolicy_corr.versions import parse_spans
 
 from . import _vllm_rows as vllm_rows
@@ -237,8 +239,9 @@ def _from_choice(choice: dict[str, Any], spec: SamplerSpec, requested: int | Non
     if rows is not None:
         rows = vllm_rows.sampled_first(rows, tokens)
         own = vllm_rows.sampled_values(rows, tokens)
-        differ = ~np.isnan(own) & ~(np.abs(own - values) <= 1e-5 + 1e-4 * np.abs(values)) & (values > -9999.0)
-        differ &= values != 0  # 0.0 may stand for a missing value: `finish` looks
+        rtol, atol = SAME_VALUE
+        differ = ~np.isnan(own) & ~(np.abs(own - values) <= atol + rtol * np.abs(values))
+        differ &= ~is_missing(values) & (values != 0)  # these, and what 0.0 means, are told by `read_each`
         if differ.any():
             position = int(differ.argmax())
             remedy = "Both must be the token's own value."
