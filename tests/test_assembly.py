@@ -41,6 +41,7 @@ def test_tool_and_template_tokens_are_context() -> None:
     groups = [names[g] if g >= 0 else None for g in whole.record.group.tolist()]
     assert groups == [None, None, "h100-fp8", "h100-fp8", None, None, "b200-nvfp4"]
     assert whole.record.weight_version.tolist() == [-1, -1, 3, 3, -1, -1, 4]
+    assert whole.record.specs == (FP8, FP4) == pack([whole, whole]).record.specs
     assert whole.record.temperature[whole.loss_mask].tolist() == pytest.approx([1.0, 1.0, 0.7])
 
 
