@@ -367,5 +367,6 @@ def _group(sample: Any, index: int, names: tuple[str, ...]) -> np.ndarray[Any, A
     if unknown:
         remedy = f"offpolicy_corr.groups names {', '.join(names)}."
         raise RecordError("an unknown group", sample=index, field=GROUP_KEY, value=unknown[0], remedy=remedy)
-    lookup = {None: -1, **{name: position for position, name in enumerate(names)}}
+    lookup: dict[str | None, int] = {name: position for position, name in enumerate(names)}
+    lookup[None] = -1
     return np.array([lookup[label] for label in labels], dtype=np.int64)
