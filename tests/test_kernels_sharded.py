@@ -205,17 +205,17 @@ def made(kind: str, seed: int = 31, vocab: int = 51) -> tuple[torch.Tensor, oc.S
 def test_every_rule_on_every_kind_of_record(
     rule: oc.WeightRule, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight shards of seven: the vocabulary of 51 ends inside the last; then of nine: two hold nothing of it."""
+    """Four shards of 13: the vocabulary of 51 ends inside the last; then of 17: the last holds nothing of it."""
     logits, record, advantages = made(kind)
     centres = (True, False) if kind in ("head", "support", "mixed") else (False,)
-    for center, columns in zip(centres, (9, 7), strict=False):
+    for center, columns in zip(centres, (13, 17), strict=False):
         assert_shards_agree(
-            monkeypatch, logits, record, advantages, 8, columns, correction=oc.Correction(rule, center=center),
+            monkeypatch, logits, record, advantages, 4, columns, correction=oc.Correction(rule, center=center),
             loss_mask=torch.tensor([1, 1, 0, 1, 1]),
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
     "options",
     [{"entropy_coef": 0.3}, {"kl_coef": 0.2, "kl_estimator": "k1"}, {"kl_coef": 0.2, "entropy_coef": -0.1}],
@@ -300,7 +300,7 @@ def test_shards_of_minus_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_shards_agree(monkeypatch, logits, record, advantages, 4, 13, **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: type(rule).__name__)
 def test_five_digits_where_the_tail_scale_is_5e4(
     rule: oc.WeightRule, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -327,10 +327,9 @@ def test_five_digits_where_the_tail_scale_is_5e4(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["head", "support", "mixed"])
-def test_half_precision(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter truncates where a device rounds: one unit in the last place."""
-    logits, record, advantages = made(kind)
+    logits, record, advantages = made("mixed")
     rounding = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
     assert_shards_agree(monkeypatch, logits.to(dtype), record, advantages, 4, 13, rounding=rounding)
 
