@@ -186,10 +186,8 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
     return rows
 
 
-def disk_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]:
+def disk_forms(record: oc.SamplerRecord) -> list[tuple[str, float, float, float]]:
     """(form, bytes a token, µs a token to write and flush, µs a token to read and verify)."""
-    record = sglang.read_generate(sglang_response(*draw_heads(tokens, width), form="base64"), SGLANG)
-    assert isinstance(record, oc.SamplerRecord)
     forms: list[tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = [
         ("safetensors, mapped", record.save, oc.SamplerRecord.load),
         ("safetensors, compact", lambda path: record.save(path, compact=True), oc.SamplerRecord.load),
@@ -200,7 +198,8 @@ def disk_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
         for name, write, read in forms:
             path = Path(folder) / "record"
             writing, reading = best_of(lambda w=write, p=path: w(p)), best_of(lambda r=read, p=path: r(p))  # type: ignore[misc]
-            rows.append((name, path.stat().st_size / tokens, writing / tokens * 1e6, reading / tokens * 1e6))
+            times = [seconds / len(record) * 1e6 for seconds in (writing, reading)]
+            rows.append((name, path.stat().st_size / len(record), times[0], times[1]))
     return rows
 
 
@@ -295,8 +294,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'form':28} {'B/token':>9} {'parse µs':>9} {'read µs':>9}")
     for name, size, parsing, reading in wire_forms(options.tokens, options.width):
         print(f"{name:28} {size:9.0f} {parsing:9.2f} {reading:9.2f}")
-    print(f"\n{'on disk':28} {'B/token':>9} {'write µs':>9} {'read µs':>9}")
-    for name, size, writing, reading in disk_forms(options.tokens, options.width):
+    print(f"\n{'on disk (k = 128)':28} {'B/token':>9} {'write µs':>9} {'read µs':>9}")
+    for name, size, writing, reading in disk_forms(text_like(options.tokens, *TEXTS[1][1:])[0]):
         print(f"{name:28} {size:9.0f} {writing:9.2f} {reading:9.2f}")
     print(
         "\nSynthetic text; whole files of a fleet's record: tokens, log-probs, groups, versions, candidates."

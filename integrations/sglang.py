@@ -9,8 +9,8 @@ Which field holds log q depends on how the server was asked, and is declared by 
 - ``"support"``: mask and ``output_token_sampling_logprobs`` of mode "support": complete sets with their
   log-probs.
 
-Nothing loops in Python per candidate. At k = 128 the nested form costs about 7 times as much to read as flat
-base64, flat lists about 3 times (and 100 and 10 times as much to parse from JSON):
+Nothing loops in Python per candidate. At k = 128 the nested form costs about 10 times as much to read as flat
+base64, flat lists about 5 times (and 60 and 10 times as much to parse from JSON):
 ``python -m offpolicy_corr.benchmarks.records`` measures them.
 """
 
