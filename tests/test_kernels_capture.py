@@ -1,4 +1,4 @@
-"""Nothing waits for the device: whole steps on a GPU that has shapes and no values, and so cannot be asked for any."""
+"""Fault 19, a hidden wait for the device: whole steps on a GPU that has shapes and no values to wait for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loss_and_gradient(z: Tensor, kind: str, temperature: bool = False, **options
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_every_rule_on_every_kind_of_record(
+def test_fault_19_every_rule_on_every_kind_of_record(
     rule: oc.WeightRule, kind: str, masked: bool, inplace: bool
 ) -> None:
     centres = (True, False) if kind not in ("none", "ids alone") else (False,)
@@ -87,7 +87,7 @@ def test_every_rule_on_every_kind_of_record(
     ],
     ids=str,
 )
-def test_every_option(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_fault_19_every_option(options: dict[str, Any], dtype: torch.dtype) -> None:
     options = dict(options)
     z = logits(dtype, options.pop("padding", 0))
     if z.shape[1] > V:
@@ -107,7 +107,7 @@ def test_every_option(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("kind", RECORDS)
-def test_the_pair(kind: str, masked: bool) -> None:
+def test_fault_19_the_pair(kind: str, masked: bool) -> None:
     z, record = logits(), record_of(kind, masked)
     outputs = oc.selected_logprobs(
         z, record.tokens, record.candidates, record.temperature, loss_mask=like(True, T) if masked else None,
@@ -129,7 +129,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.parametrize("rule", [oc.MaskedIS(), oc.Unweighted()], ids=["masked", "unweighted"])
-def test_a_shard_of_the_vocabulary(group: dist.ProcessGroup, rule: oc.WeightRule) -> None:
+def test_fault_19_a_shard_of_the_vocabulary(group: dist.ProcessGroup, rule: oc.WeightRule) -> None:
     z, record = logits(), record_of("mixed", True)
     correction = oc.Correction(rule)
     loss_and_gradient(z, "mixed", process_group=group, vocab_size=2 * V - 3, correction=correction)

@@ -1,4 +1,7 @@
-"""Faults that other kernels had, each by the smallest input that shows it. 9, 12 and 17 are in `test_aot`."""
+"""Faults that other kernels had, each by the smallest input that shows it.
+
+12 and 17 are in `test_aot`, 19 is in `test_kernels_capture`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import pytest
 import torch
 from offpolicy_corr.kernels import launch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from offpolicy_corr import backend, hidden
@@ -161,6 +163,44 @@ def test_fault_8_padding_columns_hold_anything() -> None:
         assert (gradient[:, 990:] == 0).all()
 
 
+class Grids:
+    """Stands in for a kernel and notes the grids that it is launched on."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.seen.append(grid)
+        return lambda *args, **kwargs: None
+
+
+def test_fault_9_rows_are_on_the_one_axis_of_a_grid_that_takes_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others end at 65,535."""
+    from offpolicy_corr.kernels import loss, pair, scale, shards
+
+    grids, size = Grids(), 65_536
+    launches = (
+        (loss, "fused_loss"),
+        (pair, "row_gradient"),
+        (scale, "scale_rows"),
+        (shards, "row_statistics"),
+    )
+    for module, name in launches:
+        monkeypatch.setattr(module, name, grids)
+    logits = torch.zeros(size, 4, device=DEVICE).requires_grad_()
+    tokens = torch.zeros(size, dtype=torch.int64, device=DEVICE)
+    record = oc.SamplerRecord(tokens, torch.zeros(size, device=DEVICE))
+    options = {"backend": "triton", "validate": False}
+    oc.policy_loss(
+        logits, record, torch.ones(size, device=DEVICE), correction=oc.Correction.from_name("is"), **options
+    )
+    oc.selected_logprobs(logits, tokens, **options)[0].sum().backward()
+    scale.scale_(logits.detach(), torch.ones(size, device=DEVICE))
+    assert grids.seen == [(size,)] * len(launches)
+
+
 def test_fault_10_a_second_reader_of_logits_written_in_place_is_refused() -> None:
     leaf = randn(2, 300).to(DEVICE).requires_grad_()
     record = moved(rows(leaf.detach().cpu(), [1, 2]))
@@ -263,34 +303,6 @@ def test_fault_18_the_weight_s_gradient_is_summed_in_fp32_over_chunks(
         grads.append(weight.grad.float())
     scale = grads[0].abs().max()
     assert (grads[0] - grads[1]).abs().max() <= 2**-8 * scale  # one rounding at the end
-
-
-class NoSync(TorchDispatchMode):
-    """Refuses every operator that must wait for the device to know its result's shape or value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name not in (
-            "aten::_local_scalar_dense",
-            "aten::nonzero",
-            "aten::masked_select",
-            "aten::equal",
-        ), name
-        return func(*args, **(kwargs or {}))
-
-
-def test_fault_19_nothing_waits_for_the_device() -> None:
-    problem = Problem(size=5, vocab=40, kind="mixed", seed=3)
-    record, logits = moved(problem.record()), problem.logits.float().to(DEVICE)
-    mask = torch.tensor([True, False, True, True, True], device=DEVICE)
-    with NoSync():
-        leaf = logits.detach().requires_grad_()
-        out = oc.policy_loss(
-            leaf, record, problem.advantages.to(DEVICE), loss_mask=mask, backend="triton", validate=False,
-            correction=oc.Correction(oc.Unweighted()),
-        )  # fmt: skip
-        if DEVICE == "cuda":
-            out.loss.backward()
 
 
 def test_fault_20_chunks_are_large_enough_for_matrix_products() -> None:
