@@ -206,19 +206,9 @@ def _write_gradient(
     on_token = tl.where(factor == 0.0, 0.0, on_token)
     tl.debug_barrier()  # every gathered logit has been read before the first is overwritten
     write_row(
-        row,
-        out,
-        width,
-        column_stride,
-        out_column_stride,
-        heat,
-        shift,
-        level,
-        slope,
-        ENTROPY,
-        CONTIGUOUS,
-        BLOCK,
-    )
+        row, out, width, column_stride, out_column_stride, heat, shift, level, slope,
+        ENTROPY, CONTIGUOUS, BLOCK,
+    )  # fmt: skip
     tl.debug_barrier()  # every dense gradient has landed before the sparse ones replace some
     if listed == 0:
         scatter_one(out, token, on_token * cooling, first_id, width, out_column_stride)
