@@ -22,7 +22,7 @@ def test_bulk_base64_is_read_fast_and_in_little_memory() -> None:
     reply = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True).stdout
     _, cpu, beyond, size = json.loads(reply)
     assert cpu < 1.5 / 4 * 2  # seconds of CPU; twice the share, for a machine that throttles
-    assert size < beyond < 600 / 4
+    assert 0.9 * size < beyond < 600 / 4  # freed pages may be used again
 
 
 def test_every_form_and_head_is_measured() -> None:
