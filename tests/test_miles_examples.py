@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib
 import importlib.util
 import shlex
 import subprocess
@@ -13,7 +15,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from offpolicy_corr.integrations.miles import check_main
+from offpolicy_corr.integrations.miles import Settings, check_main
+from offpolicy_corr.integrations.miles.options import refusals
+
+import miles_double as double
+import offpolicy_corr as oc
 
 yaml = pytest.importorskip("yaml")
 FOLDER = Path(__file__).parent.parent / "examples" / "miles"
@@ -48,6 +54,43 @@ def test_the_check_passes_without_a_note(config: str, capsys: Any) -> None:
     # who groups its samplers stamps them; who does not leaves recording to Miles
     fleet = config != "homogeneous_b200"
     assert ("--custom-generate-function-path" in launch) == fleet != ("--rollout-top-logprobs-num" in launch)
+
+
+# what Megatron's and SGLang's parsers own, and what Miles has with native score centering alone
+OTHERS = "optimizer lr-decay-style weight-decay adam-beta1 adam-beta2 attention-backend sglang-dtype"
+OTHERS += " sglang-kv-cache-dtype rollout-top-logprobs-num"
+MEGATRON = {"lr": 1e-6, "context_parallel_size": 1, "world_size": 8, "num_layers": 2, "num_experts": None}
+MEGATRON |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False}
+MEGATRON |= {"seq_length": 1, "load": None, "save": None, "ckpt_step": None, "finetune": True}
+MEGATRON |= {"no_load_optim": False, "no_load_rng": False, "padded_vocab_size": None}
+
+
+@pytest.mark.skipif(not double.MILES_SRC, reason="MILES_SRC is not set")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_miles_own_parser_takes_the_launch_and_applies_the_file(config: str) -> None:
+    double.install(double.single())
+    try:
+        arguments = importlib.import_module("miles.utils.arguments")
+    except ImportError as error:
+        pytest.skip(f"this Miles cannot be imported whole here: {error}")
+    command = ["bash", str(FOLDER / "launch.sh"), "--print", config]
+    launch = shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    launch += ["--num-rollout", "1", "--hf-checkpoint", "none", "--prompt-data", "none"]
+    launch += ["--actor-num-gpus-per-node", "8", "--actor-num-nodes", "1", "--rollout-num-gpus", "8"]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.get_miles_extra_args_provider()(parser)
+    args, unknown = parser.parse_known_args(launch)
+    left = {word[2:] for word in unknown if word.startswith("--")}
+    if "fully-async" in left:
+        pytest.skip("this Miles is older than v0.1.0")
+    assert left <= set(OTHERS.split())
+    for name, value in MEGATRON.items():
+        setattr(args, name, getattr(args, name, value))
+    arguments.miles_validate_args(args)
+    assert args.loss_type == "custom_loss"
+    assert args.use_rollout_logprobs
+    assert Settings.of(args.offpolicy_corr).correction == oc.Correction()
+    assert refusals(args, Settings.of(args.offpolicy_corr)) == []
 
 
 def test_shares_of_the_fleet_are_kept() -> None:
