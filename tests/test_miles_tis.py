@@ -106,6 +106,15 @@ def test_what_the_hook_cannot_do_is_refused(own: dict[str, Any], reason: str) ->
         call(double.make_problem(), own, double.single())
 
 
+def test_a_per_token_loss_on_a_torch_native_trainer_is_refused() -> None:
+    more = {"calculate_per_token_loss": True, "train_backend": "fsdp"}
+    with pytest.raises(SettingsError, match="drops the token count"):
+        call(double.make_problem(), {"correction": "mis"}, double.single(), **more)
+    call(
+        double.make_problem(), {"correction": "mis"}, double.single(), **{**more, "train_backend": "megatron"}
+    )
+
+
 def test_a_missing_log_prob_at_a_trained_token_is_an_error() -> None:
     problem = double.make_problem()
     problem.rollout[1][problem.masks[1].nonzero()[0, 0]] = math.nan

@@ -19,7 +19,16 @@ from offpolicy_corr.requests import RequestParameters, request_parameters
 from offpolicy_corr.spec import SamplerSpec
 
 from .host import torch_native
-from .options import LOSS_PATH, TIS_PATH, environment_refusals, filters, refusals, tis_refusals
+from .options import (
+    DROPPED_COUNT,
+    LOSS_PATH,
+    TIS_PATH,
+    drops_count,
+    environment_refusals,
+    filters,
+    refusals,
+    tis_refusals,
+)
 from .settings import Settings, SettingsError
 
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
@@ -27,10 +36,6 @@ CONVERTER = "offpolicy_corr.integrations.miles.transport.convert_samples"
 TRAINER_HOOK = "offpolicy_corr.integrations.miles.transport.extend_trainer"
 _CONVERTER_OPTION, _HOOK_OPTION = "custom_convert_samples_to_train_data_path", "custom_megatron_init_path"
 
-_DROPPED_COUNT = (
-    "on torch-native trainers Miles drops the token count, so that the gradient grows with the number of tokens "
-    "(radixark/miles issue 3231)"
-)
 _NATIVE = (
     "  (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
 )
@@ -129,7 +134,6 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
     """(what must be put right, what should be known, the settings where they could be read)."""
     args = Namespace(**options)
     problems, advice = _slips(options), list[str]()
-    per_token = torch_native(args) and options.get("calculate_per_token_loss")
     try:
         settings = Settings.of(options.get("offpolicy_corr"))
     except SettingsError as error:
@@ -139,8 +143,6 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
         and options.get("loss_type", "policy_loss") != "custom_loss"
     ):
         problems += tis_refusals(args, settings)
-        if per_token:
-            problems.append(f"calculate_per_token_loss under tis_function: {_DROPPED_COUNT}")
         if not options.get("use_tis"):
             advice.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
     else:
@@ -150,10 +152,6 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
                 "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
             )
     problems += environment_refusals() + _repeated_checks(options) + _transport(options, settings)
-    if per_token and options.get(_CONVERTER_OPTION) != CONVERTER:
-        problems.append(
-            f"calculate_per_token_loss: {_DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step"
-        )
     if torch_native(args) and options.get(_CONVERTER_OPTION) == CONVERTER:
         advice.append(
             f"torch-native trainers run no {_HOOK_OPTION}: give Ray the runtime environment "
@@ -275,16 +273,15 @@ def _repeated_checks(options: dict[str, Any]) -> list[str]:
 
 
 def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
+    args = Namespace(**options)
     converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
     found = []
     if (settings.groups or settings.guards_staleness()) and converter != CONVERTER:
         what = "groups" if settings.groups else "guards: staleness"
         found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
-    if (
-        converter == CONVERTER
-        and options.get("train_backend", "megatron") == "megatron"
-        and hook != TRAINER_HOOK
-    ):
+    if drops_count(args) and _uses_loss(args) and converter != CONVERTER:
+        found.append(f"{DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step")
+    if converter == CONVERTER and not torch_native(args) and hook != TRAINER_HOOK:
         found.append(f"the converter's keys reach the loss only with {_HOOK_OPTION}: {TRAINER_HOOK}")
     if converter == CONVERTER and options.get("delay_split_train_data_by_dp"):
         found.append(

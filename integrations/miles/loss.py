@@ -26,10 +26,9 @@ from .host import (
     group_of,
     need_per_sample,
     parallel_state,
-    torch_native,
 )
 from .layout import Layout, Tokens
-from .options import filters, refusals
+from .options import drops_count, filters, refusals
 from .report import Report
 from .settings import Settings, SettingsError
 from .weighting import keep_sequences, reducer_weights, share_of_kept
@@ -85,7 +84,7 @@ def policy_loss(
         weights = weights * share_of_kept(layout, inputs, tokens.kept, cp_group)
     loss = (out.loss[rows] * weights).sum()
     metrics = report.of_tokens(loss, tokens, inputs, weights, keep)
-    if torch_native(args) and getattr(args, "calculate_per_token_loss", False):
+    if drops_count(args):
         loss = loss * (state.intra_dp.size / _step_tokens(batch, len(layout.responses)))
     return loss, metrics
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from offpolicy_corr.regularizers import KL_ESTIMATORS
 
+from .host import torch_native
 from .settings import Settings
 
 LOSS_PATH = "offpolicy_corr.integrations.miles.policy_loss"
@@ -34,6 +35,17 @@ _MUST_BE_OFF: dict[str, str] = {
     "multi_lora": "normalises per adapter behind the loss, not checked with this loss",
 }
 _SEQUENCE_LEVEL = {"gspo": "weights whole sequences inside policy_loss", "cispo": "clips inside policy_loss"}
+
+
+DROPPED_COUNT = (
+    "calculate_per_token_loss on a torch-native trainer: Miles drops the token count, so that the gradient grows with "
+    "the number of tokens (radixark/miles issue 3231)"
+)
+
+
+def drops_count(args: Any) -> bool:
+    """Whether Miles forgets to divide by the tokens of a step."""
+    return torch_native(args) and bool(getattr(args, "calculate_per_token_loss", False))
 
 
 def filters(args: Any) -> bool:
@@ -76,6 +88,8 @@ def tis_refusals(args: Any, settings: Settings) -> list[str]:
         found.append("candidates have no effect in tis_function: leave them out")
     if settings.inplace_logits:
         found.append("inplace_logits has no effect in tis_function: it sees no logits")
+    if drops_count(args):
+        found.append(f"{DROPPED_COUNT}; this hook cannot mend it")
     if getattr(args, "use_rollout_logprobs", False):
         found.append(
             "use_rollout_logprobs makes trainer and sampler log-probs the same tensor: every ratio would be 1"

@@ -30,7 +30,8 @@ from offpolicy_corr.candidates import CandidateSet
 from offpolicy_corr.errors import RecordError
 from offpolicy_corr.record import SamplerRecord
 
-from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, first_module, torch_native
+from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, first_module
+from .options import drops_count
 from .settings import Settings
 from .versions import lags
 
@@ -179,7 +180,7 @@ def extend_rollout() -> None:
     @functools.wraps(original)
     def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> Any:
         shards = original(args, data, partitions)
-        if torch_native(args) and args.calculate_per_token_loss:
+        if drops_count(args):
             data = {
                 **data,
                 STEP_TOKENS_KEY: step_tokens(data["loss_masks"], partitions, args.global_batch_size),
