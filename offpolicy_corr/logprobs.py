@@ -40,7 +40,7 @@ def selected_logprobs(
 
     Args:
         logits: raw ``[T, V]``, before temperature. They must not be written to before the backward pass;
-            autograd raises where they were. See ``copy``.
+            autograd raises where they were (except through ``.data``). See ``copy``.
         tokens: sampled ids ``[T]``.
         candidates: `CandidateSet` of ``T`` rows, or None.
         temperature: float or ``[T]``.
