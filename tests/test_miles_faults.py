@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import SettingsError, policy_loss, tis_function
+from offpolicy_corr.integrations.miles.host import UnknownVersion
 from offpolicy_corr.integrations.miles.transport import step_tokens
 
 import miles_double as double
@@ -404,5 +405,5 @@ def test_an_unknown_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "miles.backends.training_utils.parallel", SimpleNamespace())
-    with pytest.raises(RuntimeError, match="unknown version"):
+    with pytest.raises(UnknownVersion, match="unknown version"):
         policy_loss(double.make_args(), {}, torch.zeros(1, 1, 2), lambda x: x.sum())

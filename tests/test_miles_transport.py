@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss, transport
+from offpolicy_corr.integrations.miles.host import UnknownVersion
 from offpolicy_corr.integrations.miles.versions import lags
 
 import miles_double as double
@@ -195,16 +196,22 @@ def test_passes_that_only_score_are_left_alone() -> None:
 )
 def test_another_packing_is_refused(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion(), "_package_shards", function)
-    with pytest.raises(transport.UnknownVersion):
+    with pytest.raises(UnknownVersion):
         transport.extend_rollout()
     assert conversion()._package_shards is function
+
+
+def test_a_version_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, CONVERSION, None)  # as before v0.1.0, where it was part of a class
+    with pytest.raises(UnknownVersion, match="known are v0"):
+        transport.convert_samples(converter_args(), samples_of(double.make_problem()))
 
 
 def test_another_iterator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     iterator = transport.first_module(*transport._ITERATOR).DataIterator
     for function in (lambda self, names: {}, lambda self, keys: {}, lambda self, keys: 1 / 0):
         monkeypatch.setattr(iterator, "get_next", function)
-        with pytest.raises(transport.UnknownVersion):
+        with pytest.raises(UnknownVersion):
             transport.extend_trainer()
 
 

@@ -79,15 +79,19 @@ KEYS: dict[str, tuple[str, str]] = {
 }
 
 
+class UnknownVersion(RuntimeError):
+    """The installed Miles is not, or does not behave as, one of the versions that this adapter was written for."""
+
+
 def parallel_state() -> Any:
     """Miles' parallel state: ``tp`` and ``cp`` with ``rank``, ``size``, ``group``; ``is_pp_last_stage``.
 
     Raises:
-        RuntimeError: Miles cannot be imported, or has no such function: neither layout that is known.
+        UnknownVersion: Miles cannot be imported, or has no such function: neither layout that is known.
     """
     module = first_module("miles.backends.training_utils.parallel")
     if not hasattr(module, "get_parallel_state"):
-        raise RuntimeError(
+        raise UnknownVersion(
             "this Miles has no training_utils.parallel.get_parallel_state: it is of an unknown version"
         )
     return module.get_parallel_state()
@@ -97,7 +101,7 @@ def first_module(*names: str) -> ModuleType:
     """The first of several homes that a module of Miles has had.
 
     Raises:
-        RuntimeError: none can be imported; says which were tried and why each failed.
+        UnknownVersion: none can be imported; says which were tried and why each failed.
     """
     failures = []
     for name in names:
@@ -105,7 +109,7 @@ def first_module(*names: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             failures.append(f"{name} ({error})")
-    raise RuntimeError(
+    raise UnknownVersion(
         f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later"
     )
 

@@ -30,7 +30,7 @@ from offpolicy_corr.candidates import CandidateSet
 from offpolicy_corr.errors import RecordError
 from offpolicy_corr.record import SamplerRecord
 
-from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, first_module
+from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, UnknownVersion, first_module
 from .options import drops_count
 from .settings import Settings
 from .versions import lags
@@ -40,10 +40,6 @@ _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_
 _TEMPERATURE = "offpolicy_corr_temperature"  # on samples alone: compared with the run's, never shipped
 _CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
-
-
-class UnknownVersion(RuntimeError):
-    """The installed Miles does not behave as the versions that this extension was written for."""
 
 
 @dataclass
