@@ -331,7 +331,8 @@ def _static(args: argparse.Namespace) -> int:
     output.write(document, compiled, args.json, args.csv)
     if args.plot:
         bars = [
-            {**p, "op": "PREDICTED", "impl": f"ours, {p['PREDICTED for']}", "K": "any"} for p in predicted
+            {**p, "op": "PREDICTED", "dtype": "bf16", "impl": f"ours, {p['PREDICTED for']}", "K": "any"}
+            for p in predicted
         ]
         output.plot(bars, args.plot, "ms at best", "ms at best, predicted")
     return 0

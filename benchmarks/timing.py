@@ -47,6 +47,7 @@ class OnGpu:
 
     def __init__(self) -> None:
         self.buffer = torch.empty(self.flushed, dtype=torch.uint8, device=self.device)
+        self.copied = min(self.copied, torch.cuda.mem_get_info()[0] // 4)
 
     def seconds(self, step: Callable[[], Any]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

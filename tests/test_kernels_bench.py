@@ -73,6 +73,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_name": lambda: "a stand-in",
         "Event": Event,
         "_sleep": lambda cycles: None,
+        "mem_get_info": lambda: (2**20, 2**30),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda: None,
         "memory_allocated": lambda: next(held),
