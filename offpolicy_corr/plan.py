@@ -125,11 +125,12 @@ def prepare(
         options.sequence_ids,
         options.sequence_keep,
     )
-    unknown = torch.full(record.tokens.shape, torch.nan, device=record.tokens.device)
-    reference = options.ref_logprobs
+    reference, logq = options.ref_logprobs, record.logprobs
+    if logq is None:
+        logq = torch.full(record.tokens.shape, torch.nan, device=record.tokens.device)
     terms = Terms(
         record.tokens,
-        unknown if record.logprobs is None else record.logprobs.detach(),
+        logq.detach(),
         advantages.detach(),
         scale,
         record.temperature,

@@ -58,7 +58,9 @@ def token_scale(
     live = torch.ones_like(tokens, dtype=torch.float64) if trained is None else trained.double()
     scale = live
     if reduction == "token-mean" and not isinstance(denominator, str):
-        scale = live / (live.sum().clamp(min=1.0) if denominator is None else denominator)
+        if denominator is None:
+            denominator = max(tokens.numel(), 1) if trained is None else live.sum().clamp(min=1.0)
+        scale = live / denominator
     elif reduction == "sequence-mean":
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)

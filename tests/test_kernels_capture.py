@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from fake_cuda import NoTransfers, allow_fake_devices, fake_cuda, gradients
@@ -116,6 +117,29 @@ def test_fault_19_the_pair(kind: str, masked: bool) -> None:
     for upstream in (outputs, (outputs[0], None, None), (None, None, outputs[2])):
         (gradient, *_) = gradients(outputs[0], *upstream)
         assert gradient.shape == z.shape and gradient.dtype == z.dtype
+
+
+class Launches(TorchDispatchMode):
+    """Notes every operator that a GPU would get a kernel for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace != "prim" and not func.is_view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_little_besides_its_own_kernel() -> None:
+    """Each launch is microseconds, and the kernel itself about one millisecond."""
+    z, record, advantages = logits(), record_of("heads", False), like(1.0, T)
+    with Launches() as forward:
+        oc.policy_loss(z, record, advantages, backend="triton", validate=False, inplace=True)
+    assert forward.names.count("loss") == 1
+    assert len(forward.names) <= 16, forward.names
 
 
 @pytest.fixture
