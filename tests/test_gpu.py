@@ -149,20 +149,29 @@ def test_every_tile_configuration_gives_the_reference_s_gradient(
         assert (error <= rounding * exact.abs() + 1e-5).all(), (vocab, error.max())
 
 
+# a shape with whole tiles, a partial one, and several of candidates; in place with a factor, then forward and backward
+EVERY_KERNEL = """
+import torch, offpolicy_corr as oc
+from offpolicy_corr.benchmarks.cases import make_case
+for support in (False, True):
+    made = make_case(8, 20_000, 200, support, "cuda")
+    leaf = made.logits.requires_grad_()
+    logp, head, entropy = oc.selected_logprobs(leaf, made.record.tokens, made.record.candidates, backend="triton")
+    (logp.sum() + head.sum() + entropy.sum()).backward()
+    out = oc.policy_loss(leaf, made.record, made.advantages, backend="triton", inplace=True, entropy_coef=0.1)
+    (3.0 * out.loss).backward()
+torch.cuda.synchronize()
+"""
+
+
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_compute_sanitizer_is_clean(tool: str) -> None:
-    code = (
-        "import torch, offpolicy_corr as oc\n"
-        "from offpolicy_corr.benchmarks.cases import make_case\n"
-        "for support in (False, True):\n"
-        "    made = make_case(8, 9000, 40, support, 'cuda')\n"
-        "    leaf = made.logits.requires_grad_()\n"
-        "    oc.policy_loss(leaf, made.record, made.advantages, backend='triton', inplace=True).loss.backward()\n"
-        "torch.cuda.synchronize()\n"
-    )
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
     done = subprocess.run(
-        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True
+        [*command, "-c", EVERY_KERNEL],
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
