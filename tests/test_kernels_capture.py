@@ -13,6 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from fake_cuda import NoTransfers, allow_fake_devices, fake_cuda, gradients
+from offpolicy_corr import hidden
+from offpolicy_corr.dense import Job
+from offpolicy_corr.terms import Settings, Terms
+from offpolicy_corr.vocab_parallel import VocabShard
 from on_device import MARKS
 from support import RULES
 
@@ -117,6 +121,22 @@ def test_fault_19_the_pair(kind: str, masked: bool) -> None:
     for upstream in (outputs, (outputs[0], None, None), (None, None, outputs[2])):
         (gradient, *_) = gradients(outputs[0], *upstream)
         assert gradient.shape == z.shape and gradient.dtype == z.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_chunk_of_hidden_states(dtype: torch.dtype) -> None:
+    """The products that only a GPU makes: half-precision factors, summed in fp32. Which rows go where is asked before."""
+    record = record_of("none", False)
+    ones = like(1.0, T)
+    terms = Terms(record.tokens, record.logprobs, ones, ones.double(), record.temperature, None)
+    job = Job(terms, None, Settings(oc.Correction.from_name("mis")), VocabShard(0, V, V))
+    states, weight, bias = (
+        torch.empty(shape, dtype=dtype, device="cuda") for shape in ((T, 8), (V, 8), (V,))
+    )
+    head = hidden.LMHead(states, weight, bias, 30.0)
+    gradients = hidden.HeadGradients.like(head, (True, True, True))
+    hidden._dense_sweep(head, job, "triton", torch.arange(T, device="cuda"), gradients)
+    assert gradients.weight is not None and gradients.weight.dtype == torch.float32
 
 
 class Launches(TorchDispatchMode):
