@@ -125,7 +125,7 @@ def test_fault_19_the_pair(kind: str, masked: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_chunk_of_hidden_states(dtype: torch.dtype) -> None:
-    """The products that only a GPU makes: half-precision factors, summed in fp32. Which rows go where is asked before."""
+    """The products that only a GPU makes: half-precision factors, summed in fp32."""
     record = record_of("none", False)
     ones = like(1.0, T)
     terms = Terms(record.tokens, record.logprobs, ones, ones.double(), record.temperature, None)
