@@ -116,7 +116,10 @@ def pick_sampled(tokens: NDArray[np.int64], rows: Rows, field: str) -> NDArray[n
 
 
 def drop_fillers(rows: Rows) -> Rows:
-    """Without the slots that engines fill with −inf or a sentinel: they were no candidates. NaN stays."""
+    """Without the slots that engines fill with −inf or a sentinel: they were no candidates. NaN stays.
+
+    A row of nothing else is marked absent: its candidates did not come.
+    """
     if rows.logprobs is None:
         return rows
     filler = rows.logprobs <= SENTINEL
@@ -124,7 +127,10 @@ def drop_fillers(rows: Rows) -> Rows:
         return rows
     owner = np.repeat(np.arange(len(rows.complete)), np.diff(rows.offsets))
     counts = np.bincount(owner[~filler], minlength=len(rows.complete))
-    return replace(rows, ids=rows.ids[~filler], logprobs=rows.logprobs[~filler], offsets=offsets_of(counts))
+    absent = (counts == 0) & (np.diff(rows.offsets) > 0)
+    absent = absent if rows.absent is None else absent | rows.absent
+    ids, logprobs = rows.ids[~filler], rows.logprobs[~filler]
+    return replace(rows, ids=ids, logprobs=logprobs, offsets=offsets_of(counts), absent=absent)
 
 
 def with_prompt(answer: Answer, ids: Any, field: str) -> Answer:
@@ -187,6 +193,8 @@ def _finish(answer: Answer, spec: SamplerSpec, on_missing: str, weight_version: 
     if mask is not None:
         record = replace(record, logprobs=torch.from_numpy(answer.logprobs).masked_fill(~mask, torch.nan))
     record.validate(spec.vocab_size, mask)
+    if mask is not None:  # a token without a log-prob is still context of those after it: its id must be one
+        SamplerRecord(record.tokens).validate(spec.vocab_size)
     if rows is not None:
         _check_outside(
             answer.tokens, np.where(missing, np.float32(np.nan), answer.logprobs), rows, answer.rows_field

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,14 @@ def join_sglang(chunks: Sequence[dict[str, Any]], incremental: bool) -> dict[str
     last_meta = mapping(chunks[-1].get("meta_info"), "meta_info")
     if last_meta.get("finish_reason") is None:
         raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+    _one_answer({repr(chunk.get("index")) for chunk in chunks}, "index")
     return _join_incremental(chunks) if incremental else _last_cumulative(chunks)
+
+
+def _one_answer(found: set[str], field: str) -> None:
+    if len(found) > 1:
+        remedy = "Several samples and requests share one connection: read each one's chunks by themselves."
+        raise fail("chunks of several answers", field, sorted(found)[0], remedy)
 
 
 def _last_cumulative(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counted = isinstance(usage, dict) and usage.get("completion_tokens") is not None
     if not counted and any(whole.get("weight_versions") is None for whole in choices.values()):
         raise _no_length("usage", "Send stream_options={'include_usage': true}.")
-    return {**result, "choices": list(choices.values())}
+    return {**result, "choices": [choices[index] for index in sorted(choices)]}
 
 
 def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
@@ -134,13 +142,18 @@ def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
 
 def join_vllm_objects(chunks: Sequence[Any]) -> SimpleNamespace:
     """A ``RequestOutput``-like object from Python deltas; each carries new tokens, their rows and their masks."""
-    parts: dict[Any, list[Any]] = {}
+    _one_answer({repr(getattr(chunk, "request_id", None)) for chunk in chunks}, "request_id")
+    parts: dict[int, list[Any]] = {}
     for chunk in chunks:
         outputs = getattr(chunk, "outputs", None)
-        for part in [chunk] if outputs is None else outputs:
-            parts.setdefault(getattr(part, "index", 0), []).append(part)
+        for part in [chunk] if outputs is None else sequence(outputs, "outputs"):
+            index = getattr(part, "index", 0)
+            if type(index) is not int:
+                raise fail("a completion without a number", "outputs.index", index, UNFINISHED)
+            parts.setdefault(index, []).append(part)
     prompt = getattr(chunks[0], "prompt_token_ids", None)
-    return SimpleNamespace(outputs=[_join_objects(own) for own in parts.values()], prompt_token_ids=prompt)
+    outputs = [_join_objects(parts[index]) for index in sorted(parts)]
+    return SimpleNamespace(outputs=outputs, prompt_token_ids=prompt)
 
 
 def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
@@ -150,6 +163,8 @@ def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
     rows = [part.logprobs for part in parts if getattr(part, "logprobs", None) is not None]
     masks = [part.sampling_mask for part in parts if getattr(part, "sampling_mask", None) is not None]
     try:
+        if getattr(last, "weight_versions", None) is None:  # spans would count the tokens
+            _refuse_cumulative([list(part.token_ids) for part in parts])
         return SimpleNamespace(
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=_join_rows(rows),
@@ -163,6 +178,14 @@ def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
         raise fail(
             f"a chunk is no completion ({error!r})", "chunks", None, "Pass CompletionOutput deltas."
         ) from None
+
+
+def _refuse_cumulative(ids: list[list[Any]]) -> None:
+    """vLLM's default stream repeats all before in every output: joined as deltas, tokens would be counted twice."""
+    pairs = [(before, after) for before, after in pairwise(ids) if before]
+    if pairs and all(len(after) > len(before) and after[: len(before)] == before for before, after in pairs):
+        remedy = "Ask for RequestOutputKind.DELTA, or give the last output to read_output."
+        raise fail("every chunk repeats the one before: these are no deltas", "token_ids", None, remedy)
 
 
 def _join_rows(rows: Sequence[Any]) -> Any:

@@ -48,17 +48,17 @@ class RawRows:
 
 def from_flat(value: Any, count: int) -> RawRows:
     """``FlatLogprobs``. A row repeats the sampled id where that is a candidate: one equal copy is dropped."""
-    starts, ends = integers(value.start_indices, "start_indices"), integers(value.end_indices, "end_indices")
+    names = ("start_indices", "end_indices", "token_ids", "logprobs")
+    parts = {name: getattr(value, name, None) for name in names}
+    starts, ends, ids = (integers(parts[name], f"logprobs.{name}") for name in names[:3])
     check_count(len(starts), count, "logprobs.start_indices")
-    ids, logprobs = (
-        integers(value.token_ids, "logprobs.token_ids"),
-        floats(value.logprobs, "logprobs.logprobs"),
-    )
-    ranks = _ranks(value.ranks, "logprobs.ranks")
+    logprobs = floats(parts["logprobs"], "logprobs.logprobs")
+    ranks = _ranks(getattr(value, "ranks", None), "logprobs.ranks")
     offsets = np.append(starts, len(ids))
     contiguous = len(ends) == count and (offsets[1:] == ends).all() and (np.diff(offsets) >= 0).all()
-    if not contiguous or (count and offsets[0] != 0) or not len(ids) == len(logprobs) == len(ranks):
-        raise fail("start and end indices do not tile the flat lists", "logprobs.start_indices", None)
+    if not contiguous or offsets[0] != 0 or not len(ids) == len(logprobs) == len(ranks):
+        problem = "start and end indices do not tile the flat lists"
+        raise fail(problem, "logprobs.start_indices", None, DAMAGED)
     return _without_copies(RawRows(ids, logprobs, ranks, offsets))
 
 
@@ -203,7 +203,7 @@ def _head_size(
     token. At rank n the row does not say which, and the others decide; where they cannot, the smaller is
     safe.
     """
-    if requested is not None:
+    if requested is not None and requested >= 0:  # −1 asks for all there are
         return requested - 1 if rows.cut else requested
     usable = ~missing & (counts > 0)
     if not usable.any():

@@ -90,7 +90,8 @@ def _pairs(output: Any) -> list[tuple[Any, Any]]:
     """Completions with their prompts' ids: a ``RequestOutput`` has several, a ``CompletionOutput`` is one."""
     outputs = getattr(output, "outputs", None)
     context = getattr(output, "prompt_token_ids", None)
-    return [(output, context)] if outputs is None else [(one, context) for one in outputs]
+    several = [output] if outputs is None else sequence(outputs, "outputs")
+    return [(one, context) for one in several]
 
 
 def read_json(
@@ -266,9 +267,9 @@ def _from_content(block: dict[str, Any]) -> _Block:
     name = "token_id" if integer_ids else "token"
     ids, values = columns(content, field, [itemgetter(name), itemgetter("logprob")])
     lists = [entry.get("top_logprobs") for entry in content]
-    if all(not row for row in lists):
-        return _token_ids(ids, integer_ids, field, optional=True), floats(values, field), None
     entries, _, _ = flatten(lists, field)
+    if not entries:
+        return _token_ids(ids, integer_ids, field, optional=True), floats(values, field), None
     getters = [itemgetter(name), itemgetter("logprob")] + ([itemgetter("rank")] if integer_ids else [])
     taken = columns(entries, field + ".top_logprobs", getters)
     candidate_ids = _token_ids(taken[0], integer_ids, field + ".top_logprobs", optional=False)
@@ -285,11 +286,13 @@ def _from_completions(block: dict[str, Any]) -> _Block:
     check_count(len(names), len(values), "logprobs.tokens")
     ids = _token_ids(names, False, "logprobs.tokens", optional=True)
     top = block.get("top_logprobs")
-    if top is None or all(not row for row in sequence(top, "logprobs.top_logprobs")):
+    if top is None:
         return ids, values, None
-    check_count(len(top), len(values), "logprobs.top_logprobs")
+    check_count(len(sequence(top, "logprobs.top_logprobs")), len(values), "logprobs.top_logprobs")
     if not set(map(type, top)) <= {dict, type(None)}:
         raise fail("a row is no object", "logprobs.top_logprobs", None, DAMAGED)
+    if not any(top):
+        return ids, values, None
     top = [{} if row is None else row for row in top]
     candidate_ids = _token_ids(list(chain.from_iterable(top)), False, "logprobs.top_logprobs", optional=False)
     assert candidate_ids is not None
@@ -324,7 +327,7 @@ def _check_usage(usage: Any, count: int) -> None:
     if usage is None:
         return
     declared = mapping(usage, "usage").get("completion_tokens")
-    if declared is not None and declared != count:
+    if declared is not None and (type(declared) is not int or declared != count):
         raise fail(
             f"completion_tokens disagrees with the {count} tokens",
             "usage.completion_tokens",

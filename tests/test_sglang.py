@@ -355,3 +355,23 @@ def test_the_records_extra_is_faster_and_not_needed(module: str, monkeypatch: py
     for damaged in (text[:-3], text.replace(b"AAAAv", b"AA~Av"), b"[" * 100_000):
         with pytest.raises(oc.RecordError):
             read_generate(damaged, HEAD)
+
+
+@pytest.mark.parametrize("token", [-1, 100])
+def test_a_token_without_a_log_prob_still_has_an_id(token: int) -> None:
+    with (
+        pytest.warns(oc.statistics.RecordWarning),
+        pytest.raises(oc.RecordError, match=r"outside \[0, 100\)") as caught,
+    ):
+        read_generate(sglang([5, token], [-0.5, None]), HEAD, on_missing="mask")
+    assert caught.value.token == 1
+
+
+def test_a_head_of_fillers_alone_is_missing() -> None:
+    head = [[[-0.5, 5, None]], [[-3.4028234663852886e38, 8, None], [-math.inf, 9, None]]]
+    with pytest.raises(oc.RecordError, match="candidates are missing") as caught:
+        read_generate(sglang([5, 6], [-0.5, -0.25], head), HEAD)
+    assert (caught.value.token, caught.value.field) == (1, "output_top_logprobs")
+    with pytest.warns(oc.statistics.RecordWarning, match="1 of 2 tokens"):
+        read = read_generate(sglang([5, 6], [-0.5, -0.25], head), HEAD, on_missing="mask")
+    assert oc.missing_tokens(read).tolist() == [False, True]

@@ -70,3 +70,12 @@ def test_a_token_sent_twice_by_an_abort_is_refused() -> None:
     parts[1]["meta_info"]["finish_reason"] = None
     with pytest.raises(oc.RecordError, match="again"):
         read_stream([*parts, again], HEAD, incremental=True)
+
+
+def test_chunks_of_two_samples_are_not_one_answer() -> None:
+    first, second = (dict(chunks(False)[1], index=index) for index in (0, 1))
+    first = copy.deepcopy(first)
+    first["output_ids"].pop()  # what the other sample begins with
+    with pytest.raises(oc.RecordError, match="several answers") as caught:
+        read_stream([first, second], HEAD, incremental=False)
+    assert caught.value.field == "index"

@@ -299,6 +299,51 @@ def test_python_deltas_give_the_record_of_the_whole(build: Any) -> None:
         read_stream(parts, PLAIN)
 
 
+def python_stream(*ids: list[int], **last: Any) -> list[SimpleNamespace]:
+    """Outputs of sampled values alone."""
+    parts = [vllm_dicts(own, [{token: (-0.5, 1)} for token in own]) for own in ids]
+    for part in parts[:-1]:
+        part.finish_reason = None
+    vars(parts[-1]).update(last)
+    return parts
+
+
+def test_outputs_that_repeat_all_before_are_no_deltas() -> None:
+    with pytest.raises(oc.RecordError, match="no deltas"):
+        read_stream(python_stream([5], [5, 6], [5, 6, 7]), PLAIN)
+    assert read_stream(python_stream([5], [5], [5]), PLAIN).tokens.tolist() == [5, 5, 5]
+    assert read_stream(python_stream([], [5], [6]), PLAIN).tokens.tolist() == [5, 6]
+    spans = [{"version": "1", "start": 0, "end": 3}]
+    counted = python_stream([5], [5, 6], weight_versions=spans)
+    assert read_stream(counted, PLAIN).tokens.tolist() == [5, 5, 6]
+
+
+def test_outputs_of_two_requests_are_not_one_answer() -> None:
+    parts = [
+        SimpleNamespace(request_id=name, outputs=[part])
+        for name, part in zip("ab", python_stream([5], [6]), strict=True)
+    ]
+    with pytest.raises(oc.RecordError, match="several answers") as caught:
+        read_stream(parts, PLAIN)
+    assert caught.value.field == "request_id"
+
+
+def test_streamed_choices_come_back_in_their_order() -> None:
+    first, second = (vllm_generate([t], [row]) for t, row in zip(TOKENS, good_rows(), strict=True))
+    second["choices"][0]["index"] = 1
+    counted = {"choices": [], "usage": {"completion_tokens": 2}}
+    read = read_stream([second, first, counted], PLAIN)
+    assert [record.tokens.tolist() for record in read] == [[5], [7]]
+    parts = python_stream([7], [5])
+    parts[0].index, parts[0].finish_reason = 1, "stop"
+    assert [record.tokens.tolist() for record in read_stream(parts, PLAIN)] == [[5], [7]]
+
+
+def test_minus_one_asks_for_all_candidates() -> None:
+    read = read_json(vllm_generate(TOKENS, good_rows()), PLAIN, top_logprobs=-1)
+    assert sets(read) == [{5, 9}, {6, 8}]
+
+
 def test_a_mask_lost_in_one_chunk_is_refused() -> None:
     parts = stream()
     parts[0]["choices"][0]["sampling_mask"] = [[5, 9]]
@@ -327,7 +372,17 @@ def test_damaged_json_is_refused(change: dict[str, Any]) -> None:
         read_json(vllm_generate(TOKENS, good_rows(), **change), PLAIN)
 
 
-@pytest.mark.parametrize("rows", [None, 3, [None, None], [{}, {}], [{5: None}, {7: None}]])
+NO_INDICES = SimpleNamespace(start_indices=[0, 1])
+
+
+@pytest.mark.parametrize("outputs", [3, [3], [None]])
+def test_damaged_requests_are_refused(outputs: Any) -> None:
+    for read in (read_output, lambda output, spec: read_stream([output], spec)):
+        with pytest.raises(oc.RecordError):
+            read(SimpleNamespace(outputs=outputs), PLAIN)
+
+
+@pytest.mark.parametrize("rows", [None, 3, [None, None], [{}, {}], [{5: None}, {7: None}], NO_INDICES])
 def test_damaged_objects_are_refused(rows: Any) -> None:
     with pytest.raises(oc.RecordError):
         read_output(SimpleNamespace(token_ids=TOKENS, logprobs=rows, finish_reason="stop"), PLAIN)
@@ -338,4 +393,7 @@ def test_flat_indices_must_tile(indices: tuple[list[int], list[int]]) -> None:
     output = vllm_flat(TOKENS, good_rows())
     output.logprobs.start_indices, output.logprobs.end_indices = indices
     with pytest.raises(oc.RecordError):
+        read_output(output, PLAIN)
+    output.token_ids, output.logprobs.start_indices, output.logprobs.end_indices = [], [], []
+    with pytest.raises(oc.RecordError, match="tile"):
         read_output(output, PLAIN)
