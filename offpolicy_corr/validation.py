@@ -295,6 +295,11 @@ def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Te
     ]
     if candidates.logprobs is not None:
         checks += _logprob_checks(record, offsets, rows, is_token)
+    elif record.logprobs is not None:
+        alone = complete & (offsets.diff() == 1) & (record.logprobs < -COMPLETE_MASS_OFF_ONE)
+        problem = "the only id of a complete set has a log-prob below 0"
+        remedy = "The support was lost (slime's patch then sends the sampled id), or the value is pre-filter."
+        checks.append(Check(alone, "logprobs", record.logprobs, problem, remedy))
     if trained is not None:
         checks = [_only(check, trained) for check in checks]
     return structure + checks

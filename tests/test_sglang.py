@@ -132,8 +132,11 @@ def test_the_declared_mode_must_be_the_servers() -> None:
 
 
 def test_slime_dialect() -> None:
-    read = read_generate(slime([1, 2], [1, 4, 2], [0, 2, 3]), SLIME)
-    assert read.candidates.ids.tolist() == [1, 4, 2] and read.logprobs.tolist() == [-0.5, -0.5]
+    read = read_generate(slime([1, 2], [1, 4, 2, 7], [0, 2, 4]), SLIME)
+    assert read.candidates.ids.tolist() == [1, 4, 2, 7] and read.logprobs.tolist() == [-0.5, -0.5]
+    with pytest.raises(oc.RecordError, match="only id of a complete set") as caught:
+        read_generate(slime([1, 2], [1, 4, 2], [0, 2, 3]), SLIME)  # what the patch sends for a lost support
+    assert (caught.value.token, caught.value.field) == (1, "logprobs")
     with pytest.raises(oc.RecordError, match="truncated sampling without support"):
         read_generate(sglang([1], [-0.5]), SLIME)
 

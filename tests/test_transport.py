@@ -117,6 +117,14 @@ def test_damaged_offsets_are_refused(offsets: list[int]) -> None:
         from_fields([9, 6, 3], fields)
 
 
+def test_a_support_of_one_id_leaves_no_choice() -> None:
+    fields = to_fields(supports(False)) | {"rollout_log_probs": [HALF, -0.7, HALF]}
+    with pytest.raises(oc.RecordError, match="only id of a complete set") as caught:
+        from_fields([9, 6, 3], fields)
+    assert caught.value.token == 1
+    assert len(from_fields([9, 6, 3], fields, loss_mask=torch.tensor([1, 0, 1]))) == 3
+
+
 def test_what_the_fields_cannot_hold() -> None:
     trimmed = heads()
     ragged = oc.SamplerRecord(trimmed.tokens, trimmed.logprobs, trimmed.candidates.trim(0.6))
