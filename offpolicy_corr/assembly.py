@@ -17,6 +17,7 @@ from .errors import RecordError, within_sample
 from .missing import missing_tokens
 from .record import SamplerRecord
 from .spec import SamplerSpec, check_fleet
+from .validation import is_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class Trajectory:
         loss_mask: bool ``[N]``: sampled, kept, and with a log-prob.
         turn: int64 ``[N]``, index of the turn that sampled the token, −1 for context.
         missing: sampled tokens that were masked for want of a log-prob.
-        truncated: the last kept answer hit a limit.
+        truncated: the last kept answer hit a limit, and was kept to its end.
         specs: the samplers, one a turn.
     """
 
@@ -109,11 +110,16 @@ def _assemble(turns: Sequence[Turn], strict: bool) -> Trajectory:
             raise RecordError(
                 "a turn's context ids are unknown", field=f"turns[{index}].prompt", remedy=remedy
             )
+        if not (isinstance(turn.prompt, Tensor) and turn.prompt.dim() == 1 and is_integer(turn.prompt)):
+            value = getattr(turn.prompt, "dtype", type(turn.prompt))
+            remedy = "Pass the ids that the call was given, int32 or int64 [P]."
+            raise RecordError("no integer ids", field=f"turns[{index}].prompt", value=value, remedy=remedy)
         context = _continuation(sequence, turn.prompt.to(torch.int64), index)
         parts += [_untrained(context, answer), answer]
         owners += [torch.full((len(context),), -1), torch.full((len(answer),), index)]
         sequence = torch.cat([turn.prompt.to(torch.int64), answer.tokens.to(torch.int64)])
-        truncated = turn.truncated if turn.kept is None else truncated
+        if turn.kept != 0:  # an answer that was thrown away leaves what was before; a cut one lost its end
+            truncated = turn.truncated and len(answer) == len(turn.record)
     record = _concat([part for part in parts if len(part)] or parts[:1])
     owner = torch.cat(owners)
     missing = (

@@ -81,8 +81,9 @@ class SamplerRecord:
         """All tokens of ``records`` in one packed row; names of groups and versions, and specs, are merged.
 
         Raises:
-            ValueError: no records; log-probs or groups recorded in some and missing in others. Where some have
-                candidates, the others' tokens get empty heads; a missing weight version becomes −1.
+            ValueError: no records; log-probs or groups recorded in some and missing in others; names in some and
+                bare numbers in others. Where some have candidates, the others' tokens get empty heads; a missing
+                weight version becomes −1.
             RecordError: specs whose tokens may not be mixed, see `spec.check_fleet`.
         """
         if not records:
@@ -173,18 +174,20 @@ def _concat_named(
         return None, None
     if missing is None and any(part is None and len(r) for part, r in zip(parts, records, strict=True)):
         raise ValueError(f"some records have {name} and others do not; record it everywhere")
-    tables = [getattr(r, names) for r, part in zip(records, parts, strict=True) if part is not None]
-    if any(bool(table) != bool(tables[0]) for table in tables):
-        raise ValueError(f"some records have {names} and others do not; give it everywhere or nowhere")
-    merged = tuple(dict.fromkeys(label for table in tables for label in table or ()))
+    tables = [(part, getattr(r, names)) for r, part in zip(records, parts, strict=True) if part is not None]
+    merged = tuple(dict.fromkeys(label for _, table in tables for label in table or ()))
+    if merged and any(not table and bool((part >= 0).any()) for part, table in tables):
+        if any(table and bool((part >= 0).any()) for part, table in tables):
+            raise ValueError(f"some records have {names} and others do not; give it everywhere or nowhere")
+        merged = ()  # names that no token has
     out = []
     for record, part in zip(records, parts, strict=True):
         if part is None:
             filler = 0 if missing is None else missing
             out.append(torch.full((len(record),), filler, dtype=torch.int64, device=record.tokens.device))
         elif merged:
-            own = [merged.index(label) for label in getattr(record, names)]
-            table = torch.tensor([*own, -1], device=part.device)
+            own = [merged.index(label) for label in getattr(record, names) or ()]
+            table = torch.tensor([*own, len(merged)], device=part.device)  # what has no name still has none
             out.append(torch.where(part >= 0, table[part.clamp(0, len(own))], part))
         else:
             out.append(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def versions_of_calls(
         remedy = "Record one version a call, or the engine's per-token spans: staleness per token needs them."
         problem = f"{len(versions)} version strings for {len(lengths)} calls"
         raise RecordError(problem, field="weight_versions", value=list(versions)[:4], remedy=remedy)
-    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    ends = list(accumulate(lengths))
     spans = [(v, end - n, end) for v, end, n in zip(versions, ends, lengths, strict=True) if n]
     tensor, names = versions_from_spans(spans, sum(lengths))
     assert tensor is not None

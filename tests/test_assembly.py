@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_samplers_that_may_not_be_mixed_do_not_meet_in_a_batch() -> None:
         pack([assemble([turn([1], [2], spec)]) for spec in tokenizers])
     with pytest.raises(oc.RecordError, match="no name"):
         pack([assemble([turn([1], [2], replace(FP8, group=None))], strict=False)])
+
+
+def test_an_answer_is_truncated_where_it_was_kept_to_its_end() -> None:
+    long, tool = turn([1], [10, 11], truncated=True), turn([1, 10, 11], [12, 13, 14])
+    assert not assemble([long, replace(tool, kept=2)]).truncated
+    assert assemble([long, replace(tool, kept=0)]).truncated
+    assert assemble([replace(long, kept=2)]).truncated and not assemble([replace(long, kept=1)]).truncated
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1.7]), torch.tensor([[1]]), torch.tensor([True]), [1]])
+def test_a_prompt_is_integer_ids(prompt: Any) -> None:
+    with pytest.raises(oc.RecordError, match="no integer ids") as caught:
+        assemble([replace(turn([1], [2]), prompt=prompt)])
+    assert caught.value.field == "turns[0].prompt"
 
 
 def test_one_version_a_call_spreads_over_its_tokens() -> None:

@@ -369,3 +369,24 @@ def test_specs_travel_with_the_record() -> None:
 def test_concat_keeps_one_temperature_a_number() -> None:
     record = good(temperature=0.7)
     assert oc.SamplerRecord.concat([record, record]).temperature == 0.7
+
+
+def test_undeclared_versions_need_no_names_and_join_those_that_have_some() -> None:
+    def part(version: int, names: tuple[str, ...] | None, size: int = 1) -> oc.SamplerRecord:
+        versions = torch.full((size,), version)
+        return oc.SamplerRecord(torch.zeros_like(versions), weight_version=versions, version_names=names)
+
+    undeclared, named, number = part(-1, None), part(1, ("a", "b")), part(7, None)
+    for parts, versions in ([undeclared, named], [-1, 1]), ([named, undeclared], [1, -1]):
+        both = oc.SamplerRecord.concat(parts)
+        assert (both.weight_version.tolist(), both.version_names) == (versions, ("a", "b"))
+    both = oc.SamplerRecord.concat([number, part(0, ("a",), size=0), part(-1, ("a",))])
+    assert (both.weight_version.tolist(), both.version_names) == ([7, -1], None)
+    with pytest.raises(ValueError, match="everywhere or nowhere"):
+        oc.SamplerRecord.concat([number, named])
+
+
+def test_an_index_without_a_name_does_not_become_undeclared() -> None:
+    broken = oc.SamplerRecord(torch.tensor([1]), weight_version=torch.tensor([2]), version_names=("a", "b"))
+    with pytest.raises(oc.RecordError, match="outside what is declared"):
+        oc.SamplerRecord.concat([broken, broken]).validate()
