@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ VERSION = 2  # 1: no specs, columns not packed
 _HEADER, _CHECKSUM = "header", "header_crc32"
 _TENSORS = ("tokens", "logprobs", "temperature", "group", "weight_version")
 _ROWS = ("ids", "logprobs", "offsets", "complete")
+ATTEMPTS = 100  # to read a file that others replace
 REMEDY = "Write the record again from its source; the file cannot be trusted."
 
 
@@ -52,7 +52,8 @@ def save(record: SamplerRecord, path: str | os.PathLike[str], compact: bool = Fa
     for name, tensor in _tensors(record).items():
         tensor = tensor.detach().cpu().contiguous()
         if tensor.is_floating_point() or (name == "candidates.ids" and not compact):
-            tensors[name] = tensor
+            shared = any(_overlap(tensor, other) for other in tensors.values())
+            tensors[name] = tensor.clone() if shared else tensor  # the format has no shared memory
             continue
         if name == "candidates.offsets":  # its differences are small numbers
             tensor = tensor.diff(prepend=tensor.new_zeros(1))
@@ -92,53 +93,40 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(path)
+    header, tensors = _read(library, path)
     try:
-        with library.safe_open(str(path), framework="pt") as file:
-            header = _checked_header(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (library.SafetensorError, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(f"not a readable record ({str(error)[:80]})", field="file", remedy=REMEDY) from None
-    _compare(header["tensors"], tensors, verify)
-    try:
+        _compare(header["tensors"], tensors, verify)
         for name, about in header["columns"].items():
             tensors[name] = unpack(about, tensors.get(name))
         return _assemble(header, tensors)
     except RecordError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"the header describes no record ({str(error)[:80]})"
         raise RecordError(problem, field="file", remedy=REMEDY) from None
 
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    os.close(handle)
+    place = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+    os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less what the umask takes
     try:
-        yield Path(name)
+        yield place
     finally:
-        Path(name).unlink(missing_ok=True)
+        place.unlink(missing_ok=True)
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Let ``write`` make a file beside ``path``, flush it to the disk, and only then put it in its place."""
     path = Path(path)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     with _temporary(path) as place:
+        mode = (path if path.exists() else place).stat().st_mode & 0o777
         write(str(place))
         with open(place, "rb") as file:
             os.fsync(file.fileno())
         place.chmod(mode)
         os.replace(place, path)
         _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:
@@ -159,11 +147,36 @@ def _safetensors() -> Any:
         raise ImportError(message) from None
 
 
+def _read(library: Any, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of one file: safetensors opens the path twice, and it can be replaced in between."""
+    for _ in range(ATTEMPTS):
+        before, problem = path.stat(), None
+        try:
+            with library.safe_open(str(path), framework="pt") as file:
+                header = _checked_header(file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except RecordError as error:
+            problem = error
+        except (library.SafetensorError, OSError, ValueError, RuntimeError) as error:
+            problem = RecordError(f"not a readable record ({str(error)[:80]})", field="file", remedy=REMEDY)
+        if os.path.samestat(before, path.stat()):
+            if problem is not None:
+                raise problem from None
+            return header, tensors
+    remedy = "Let its writer pause, or write to another place."
+    raise RecordError("the file is replaced faster than it can be read", field="file", remedy=remedy)
+
+
 def _tensors(record: SamplerRecord) -> dict[str, Tensor]:
     named = {name: getattr(record, name) for name in _TENSORS}
     if record.candidates is not None:
         named |= {f"candidates.{name}": getattr(record.candidates, name) for name in _ROWS}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    begin, other = left.data_ptr(), right.data_ptr()
+    return begin < other + right.nbytes and other < begin + left.nbytes
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:
@@ -181,9 +194,9 @@ def _checked_header(metadata: dict[str, str]) -> dict[str, Any]:
         raise RecordError("no record header", field="file", remedy=remedy)
     if str(zlib.crc32(text.encode())) != checksum:
         raise RecordError("the header is corrupt", field="file", value=checksum, remedy=REMEDY)
-    header: dict[str, Any] = json.loads(text)
-    if header.get("format") != FORMAT:
-        raise RecordError("another format", field="file", value=header.get("format"), remedy=REMEDY)
+    header = json.loads(text)
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise RecordError("another format", field="file", value=text[:80], remedy=REMEDY)
     if header.get("version") != VERSION:
         remedy = (
             f"This release reads version {VERSION}: use the release that wrote the file, or write it again."

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -146,14 +147,12 @@ def test_every_truncation_raises(tmp_path: Path) -> None:
 
 def rewrite(path: Path, **changes: Any) -> None:
     """Change the header and make its checksum right again."""
-    import zlib
-
     from safetensors.torch import load_file, safe_open, save_file
 
     with safe_open(str(path), framework="pt") as file:
         header = json.loads(file.metadata()["header"])
     text = json.dumps(header | changes)
-    save_file(load_file(path), path, {"header": text, "header_crc32": str(zlib.crc32(text.encode()))})
+    save_file(load_file(path), path, {"header": text, "header_crc32": str(crc32(text.encode()))})
 
 
 TOKENS = {"dtype": "int64", "size": 3, "least": 1, "width": 1}
@@ -162,6 +161,7 @@ WRONG_HEADERS: list[dict[str, Any]] = [
     {"columns": {"tokens": TOKENS | {"size": 4}}}, {"columns": {"tokens": TOKENS | {"dtype": "float32"}}},
     {"specs": 3}, {"specs": [{"engine": "vllm"}]}, {"specs": [{"engine": "vllm", "logprobs": "raw", "top_p": 0.9}]},
     {"specs": [{"engine": "vllm", "logprobs": "raw", "invented": 1}]}, {"group_names": None},
+    {"columns": {"tokens": TOKENS | {"least": 2**70}}}, {"tensors": 3}, {"tensors": None},
 ]  # fmt: skip
 
 
@@ -173,6 +173,52 @@ def test_other_versions_and_formats_are_refused(changes: dict[str, Any], tmp_pat
     with pytest.raises(oc.RecordError) as caught:
         oc.SamplerRecord.load(path)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "null", "{", '{"format": "offpolicy_corr.record", "version": 2}']
+)
+def test_a_header_that_is_no_header_is_refused(text: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {"tokens": torch.zeros(3)},
+        tmp_path / "r",
+        {"header": text, "header_crc32": str(crc32(text.encode()))},
+    )
+    with pytest.raises(oc.RecordError) as caught:
+        oc.SamplerRecord.load(tmp_path / "r")
+    assert caught.value.field == "file" and caught.value.remedy
+
+
+def test_fields_that_share_memory_are_kept(tmp_path: Path) -> None:
+    zeros, ids = torch.zeros(2), torch.tensor([1, 2])
+    candidates = oc.CandidateSet.from_support(ids, torch.arange(3), zeros)
+    record = oc.SamplerRecord(ids, zeros, candidates)
+    record.save(tmp_path / "r")
+    assert same_record(oc.SamplerRecord.load(tmp_path / "r"), record)
+
+
+def test_files_have_the_rights_that_the_umask_leaves_and_keep_those_they_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(_: int) -> int:
+        raise AssertionError(
+            "the umask belongs to all threads: between reading it and setting it back, others write"
+        )
+
+    path = tmp_path / "r"
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", changed)
+            mixed().save(path)
+            assert path.stat().st_mode & 0o777 == 0o640
+            path.chmod(0o600)
+            mixed().save(path)
+            assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
@@ -232,6 +278,28 @@ def test_a_mapped_record_outlives_its_replacement(tmp_path: Path) -> None:
     assert same_record(mapped, heads(500, 16)) and same_record(
         oc.SamplerRecord.load(path), heads(500, 16, seed=1)
     )
+
+
+def test_a_file_replaced_while_it_is_opened_is_read_from_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, original, turns = tmp_path / "r", torch.UntypedStorage.from_file, iter([True])
+    old = dataclasses.replace(heads(500, 16), group_names=("old", "b200"))
+    old.save(path)
+
+    def replaced(*arguments: Any, **more: Any) -> Any:
+        if next(turns, False):
+            heads(500, 16, seed=1).save(path)
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
+    assert same_record(oc.SamplerRecord.load(path, verify=False), heads(500, 16, seed=1))
+    assert next(turns, None) is None, "the file was opened in another way: replace it there"
+
+    monkeypatch.setattr("offpolicy_corr.storage.ATTEMPTS", 1)
+    turns = iter([True])
+    with pytest.raises(oc.RecordError, match="replaced faster"):
+        oc.SamplerRecord.load(path)
 
 
 def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
