@@ -70,7 +70,8 @@ def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
     true.
 
     Raises:
-        RecordError: columns missing, lengths that disagree, or a record that does not validate.
+        RecordError: columns missing, lengths that disagree, two rows with one ``sequence``, or a record that
+            does not validate.
     """
     metadata = table.schema.metadata or {}
     if metadata.get(_VERSION_KEY) != str(VERSION).encode():
@@ -87,7 +88,7 @@ def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
             raise RecordError("lists of different length in one row", field=name, remedy=REMEDY)
     if "temperature" not in columns:
         raise RecordError("column is missing", field="temperature", remedy=REMEDY)
-    numbers = torch.from_numpy(table.column("sequence").to_numpy().astype(np.int64))
+    numbers = _sequence_numbers(table)
     sequence_ids = numbers.repeat_interleave(torch.from_numpy(lengths))
     group, group_names = _indexed(columns, "group")
     version, version_names = _indexed(columns, "weight_version")
@@ -128,7 +129,9 @@ def from_parquet(path: str | os.PathLike[str]) -> tuple[SamplerRecord, Tensor, T
     """
     arrow, parquet = _pyarrow(), _parquet()
     try:
-        table = parquet.read_table(path, page_checksum_verification=True)
+        # one open file: a path would be opened twice, and its folders' names could become columns
+        with arrow.OSFile(os.fspath(path)) as file:
+            table = parquet.read_table(file, page_checksum_verification=True)
     except FileNotFoundError:
         raise
     except (arrow.ArrowException, OSError, ValueError) as error:
@@ -188,6 +191,18 @@ def _values(table: Any, name: str) -> tuple[Any, Any]:
         raise RecordError(f"not a column of lists ({str(error)[:60]})", field=name, remedy=REMEDY) from None
 
 
+def _sequence_numbers(table: Any) -> Tensor:
+    if "sequence" not in table.column_names:
+        raise RecordError("column is missing", field="sequence", remedy=REMEDY)
+    numbers = _tensor(table.column("sequence").combine_chunks(), "sequence", "i").to(torch.int64)
+    values, counts = numbers.unique(return_counts=True)
+    if bool((counts > 1).any()):
+        remedy = "Two samples would become one: number them anew where tables are joined."
+        value = int(values[counts > 1][0])
+        raise RecordError("two rows of one sequence", field="sequence", value=value, remedy=remedy)
+    return numbers
+
+
 def _tensor(values: Any, name: str, kinds: str) -> Tensor:
     """``kinds``: the numpy kinds allowed, of ``i`` (integers), ``f`` (floats), ``b`` (bools). No nulls."""
     if values.null_count:
@@ -217,6 +232,8 @@ def _indexed(columns: dict[str, Any], name: str) -> tuple[Tensor | None, tuple[s
     if hasattr(values, "dictionary"):
         names = tuple(values.dictionary.to_pylist())
         return _tensor(values.indices.fill_null(-1), name, "i").to(torch.int64), names
+    if np.dtype(values.type.to_pandas_dtype()).kind != "i":
+        raise RecordError("another type", field=name, value=str(values.type), remedy=REMEDY)
     return _tensor(values.fill_null(-1), name, "i").to(torch.int64), ()
 
 

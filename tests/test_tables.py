@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,13 +63,14 @@ def test_damaged_tables_are_refused() -> None:
         "candidate_ids": pyarrow.array([[1, 2, 3]]),
         "candidate_logprobs": pyarrow.array([[[-0.5], [-0.1], [-0.7, -0.7]]]),
         "complete": pyarrow.array([[None, False, True]]),
+        "sequence": pyarrow.array([None], pyarrow.int64()),
     }
     for name, column in wrong.items():
         damaged = table.set_column(table.column_names.index(name), name, column)
         with pytest.raises(oc.RecordError) as caught:
             from_arrow(damaged.replace_schema_metadata(keep))
         assert caught.value.field in (name, "candidate_logprobs", "temperature")
-    for name in ("tokens", "complete", "temperature"):
+    for name in ("tokens", "complete", "temperature", "sequence"):
         with pytest.raises(oc.RecordError):
             from_arrow(table.drop_columns([name]))
     with pytest.raises(oc.RecordError, match="not a table of records"):
@@ -77,6 +79,35 @@ def test_damaged_tables_are_refused() -> None:
         with pytest.raises(oc.RecordError) as caught:
             from_arrow(table.replace_schema_metadata(keep | {b"offpolicy_corr.specs": specs}))
         assert caught.value.field in ("schema", "specs")
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.float64(), pyarrow.bool_()])
+def test_sequences_groups_and_versions_have_their_types(kind: Any) -> None:
+    table = to_arrow(heads(2, 2))
+    for name in ("sequence", "group", "weight_version"):
+        column = pyarrow.array([1] if name == "sequence" else [[1, 0]]).cast(
+            kind if name == "sequence" else pyarrow.list_(kind)
+        )
+        damaged = table.set_column(table.column_names.index(name), name, column)
+        with pytest.raises(oc.RecordError, match="another type") as caught:
+            from_arrow(damaged)
+        assert caught.value.field == name
+
+
+def test_joined_tables_do_not_make_one_sample_of_two() -> None:
+    table = to_arrow(heads(4, 2), torch.tensor([3, 3, 7, 7]))
+    with pytest.raises(oc.RecordError, match="two rows of one sequence") as caught:
+        from_arrow(pyarrow.concat_tables([table, table.slice(1)]))
+    assert caught.value.value == 7
+
+
+def test_the_names_of_folders_are_no_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "step=3"
+    folder.mkdir()
+    to_parquet(mixed(), folder / "t.parquet")
+    assert len(from_parquet(folder / "t.parquet")[0]) == 3
+    with pytest.raises(oc.RecordError):
+        from_parquet(folder)
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
