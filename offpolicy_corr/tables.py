@@ -129,7 +129,7 @@ def from_parquet(path: str | os.PathLike[str]) -> tuple[SamplerRecord, Tensor, T
     """
     arrow, parquet = _pyarrow(), _parquet()
     try:
-        # one open file: a path would be opened twice, and its folders' names could become columns
+        # one open file: a path would be opened twice, and a folder's files joined under the first one's specs
         with arrow.OSFile(os.fspath(path)) as file:
             table = parquet.read_table(file, page_checksum_verification=True)
     except FileNotFoundError:

@@ -101,13 +101,13 @@ def test_joined_tables_do_not_make_one_sample_of_two() -> None:
     assert caught.value.value == 7
 
 
-def test_the_names_of_folders_are_no_columns(tmp_path: Path) -> None:
-    folder = tmp_path / "step=3"
-    folder.mkdir()
-    to_parquet(mixed(), folder / "t.parquet")
-    assert len(from_parquet(folder / "t.parquet")[0]) == 3
-    with pytest.raises(oc.RecordError):
-        from_parquet(folder)
+def test_a_folder_is_not_read_under_the_specs_of_its_first_file(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 1)):
+        record = RECORDS["specs"]() if name == "a" else RECORDS["heads"]()
+        to_parquet(record, tmp_path / name, torch.full_like(record.tokens, first))
+        assert len(from_parquet(tmp_path / name)[0].specs) == len(record.specs)
+    with pytest.raises(oc.RecordError, match="not readable"):
+        from_parquet(tmp_path)
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
