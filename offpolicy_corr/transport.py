@@ -92,7 +92,8 @@ def to_fields(
     candidates = record.candidates
     if candidates is None:
         return fields
-    complete = candidates.complete[trained]
+    # where nothing is trained, all rows say which fields are meant
+    complete = candidates.complete[trained] if bool(trained.any()) else candidates.complete.any()
     if not bool(complete.any()):
         return fields | _head_fields(candidates, trained)
     if not bool(complete.all()):
@@ -110,17 +111,19 @@ def to_fields(
 
 
 def _head_fields(candidates: CandidateSet, trained: Tensor) -> dict[str, Any]:
-    counts = candidates.offsets.diff()[trained]
-    size = int(counts.max()) if len(counts) else 0
-    if len(counts) and int(counts.min()) != size:
+    counts, rows = candidates.offsets.diff(), int(trained.sum())
+    size = int((counts[trained] if rows else counts).max()) if len(counts) else 0
+    if rows and int(counts[trained].min()) != size:
         remedy = "These fields are rectangular: send trimmed heads as CSR or with record.save."
-        raise RecordError("heads differ in size", field=TOPK[0], value=int(counts.min()), remedy=remedy)
+        raise RecordError(
+            "heads differ in size", field=TOPK[0], value=int(counts[trained].min()), remedy=remedy
+        )
     ids = torch.arange(size, dtype=torch.int32).repeat(len(trained), 1)
     logprobs = torch.full((len(trained), size), -math.log(max(size, 1)), dtype=torch.float32)
     kept = trained[candidates.rows]
-    ids[trained] = candidates.ids[kept].int().view(-1, size)
+    ids[trained] = candidates.ids[kept].int().view(rows, size)
     assert candidates.logprobs is not None, "heads always carry log-probs"
-    logprobs[trained] = candidates.logprobs[kept].float().view(-1, size)
+    logprobs[trained] = candidates.logprobs[kept].float().view(rows, size)
     return {TOPK[0]: ids.numpy(), TOPK[1]: logprobs.numpy()}
 
 
@@ -158,7 +161,8 @@ def _tensor(value: Any, field: str, floating: bool, rank: int) -> Tensor:
             f"not an array ({str(error)[:60]})", field=field, remedy="Rows must be alike."
         ) from None
     if tensor.numel() == 0:
-        tensor = tensor.reshape((0,) * rank).to(torch.float32 if floating else torch.int64)
+        shape = tensor.shape if tensor.dim() == rank else (0,) * rank
+        tensor = tensor.reshape(shape).to(torch.float32 if floating else torch.int64)
     wanted = (torch.float32, torch.float64) if floating else (torch.int32, torch.int64)
     if tensor.dtype not in wanted or tensor.dim() != rank:
         problem = f"expected {' or '.join(str(w) for w in wanted)} of rank {rank}, got {tensor.dtype}"

@@ -80,6 +80,21 @@ def test_masked_tokens_get_the_dummies_that_frameworks_expect() -> None:
     assert back.candidates.offsets.tolist() == [0, 2, 2, 4]
 
 
+@pytest.mark.parametrize("record", [heads(), supports(), supports(False)])
+def test_a_sample_of_which_nothing_is_trained_has_the_same_fields(record: oc.SamplerRecord) -> None:
+    nothing = torch.zeros(3, dtype=torch.bool)
+    fields = to_fields(record, nothing)
+    assert set(fields) == set(to_fields(record))
+    assert from_fields(record.tokens, fields, loss_mask=nothing).logprobs.tolist() == [0, 0, 0]
+
+
+def test_empty_heads_and_empty_answers_come_back() -> None:
+    for count in (0, 2):
+        record = oc.SamplerRecord(torch.ones(count).long(), torch.zeros(count), oc.CandidateSet.empty(count))
+        back = from_fields(record.tokens, to_fields(record))
+        assert len(back) == count and len(back.candidates) == count and not len(back.candidates.ids)
+
+
 def test_lists_and_tensors_are_read_too() -> None:
     fields = {name: value.tolist() for name, value in to_fields(heads()).items()}
     with pytest.raises(oc.RecordError, match="float32"):
