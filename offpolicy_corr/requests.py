@@ -47,7 +47,7 @@ def request_parameters(
         raise ValueError(f"endpoint must be 'generate' or 'chat', got {endpoint!r}")
     if num_candidates < 1:
         raise ValueError(f"num_candidates must be at least 1, got {num_candidates}")
-    if spec.truncates and spec.limit is None:
+    if spec.truncates and spec.limit is None and spec.dialect != "slime":  # whose patch reports top-p's alone
         raise RecordError(
             "no released engine reports a support without a finite top-k",
             field="spec.top_k",
@@ -82,6 +82,11 @@ def _sglang(spec: SamplerSpec, centered: bool, num_candidates: int, endpoint: st
     else:
         request |= {"sampling_params": _sampling(spec), "return_logprob": True, "logprob_start_len": -1}
     if spec.dialect == "slime":
+        if centered:
+            remedy = (
+                "Use SGLang's own masks and declare logprobs='support', or a correction without centering."
+            )
+            raise RecordError("slime reports ids alone", field="spec.dialect", value="slime", remedy=remedy)
         request["custom_params"] = {"return_top_p_token_ids": True}
     elif spec.limit is not None or spec.logprobs in ("processed", "support"):
         if spec.limit is None:

@@ -7,6 +7,7 @@ once per group, and every reader and every assembly checks against it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -215,10 +216,8 @@ def _check_vllm(spec: SamplerSpec) -> None:
 def _version(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.split("+")[0].split(".")[:3]
-    if not all(part.isdigit() for part in parts):
-        return None
-    return tuple([int(part) for part in parts] + [0] * (3 - len(parts)))
+    found = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text)  # "0.10.0rc1", "v0.10.0+cpu" and their like
+    return None if found is None else tuple(int(part or 0) for part in found.groups())
 
 
 def _filters(spec: SamplerSpec) -> str:
@@ -245,8 +244,8 @@ def check_fleet(specs: Sequence[SamplerSpec], strict: bool = True) -> None:
         strict: also require that every spec names its group.
 
     Raises:
-        RecordError: a group without a name (strict), two specs with one name and different contents, or
-            tokenizers or vocabulary sizes that differ.
+        RecordError: a group without a name (strict), two specs with one name and different engines or
+            numerics, or tokenizers or vocabulary sizes that differ.
     """
     named: dict[str, SamplerSpec] = {}
     for spec in specs:

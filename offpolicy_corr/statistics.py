@@ -208,12 +208,12 @@ def find_unwitnessed_zeros(
     """One finding for each sample that `unwitnessed_zero_runs` marks."""
     marked = unwitnessed_zero_runs(record, loss_mask, sequence_ids, run).nonzero().squeeze(1)
     owner = torch.zeros_like(marked) if sequence_ids is None else sequence_ids[marked]
+    samples, index, counts = torch.unique(owner, return_inverse=True, return_counts=True)
+    last = torch.zeros_like(counts).scatter_reduce(0, index, marked, "amax")
     found = []
-    for sample in torch.unique(owner).tolist():
-        tokens = marked[owner == sample]
-        message = f"sample {sample} ends in {len(tokens)} log-probs of exactly 0.0 that nothing else supports"
-        group = _name(record, int(tokens[-1]))
-        found.append(Finding("unwitnessed_zeros", group, message, value=float(len(tokens))))
+    for sample, count, token in zip(samples.tolist(), counts.tolist(), last.tolist(), strict=True):
+        message = f"sample {sample} ends in {count} log-probs of exactly 0.0 that nothing else supports"
+        found.append(Finding("unwitnessed_zeros", _name(record, token), message, value=float(count)))
     return found
 
 

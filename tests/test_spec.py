@@ -172,6 +172,25 @@ def test_sglang_requests() -> None:
     assert chat["return_meta_info"] and chat["return_token_ids"] and chat["top_logprobs"] == 128
 
 
+def test_slime_requests() -> None:
+    slime = SamplerSpec(engine="sglang", logprobs="processed", top_p=0.9, dialect="slime")  # no top-k needed
+    asked = request_parameters(slime, oc.Correction(center=False)).request
+    assert asked["custom_params"] == {"return_top_p_token_ids": True} and asked["return_logprob"]
+    assert "return_sampling_mask" not in asked
+    with pytest.raises(oc.RecordError, match="ids alone") as caught:
+        request_parameters(slime)
+    assert caught.value.field == "spec.dialect"
+
+
+@pytest.mark.parametrize("version", ["0.10.0rc1", "v0.10.0", "0.10", "0.9.2.post1", "0.10.0+cpu"])
+def test_early_releases_are_known_however_they_are_written(version: str) -> None:
+    spec = {"engine": "vllm", "logprobs": "processed", "temperature": 0.7}
+    with pytest.raises(oc.RecordError, match="leave temperature out"):
+        SamplerSpec(**spec, engine_version=version)
+    for later in ("0.10.1.dev3+g1", "0.33.0rc1", "1.0", "nightly"):
+        assert SamplerSpec(**spec, engine_version=later).engine_version == later
+
+
 def test_vllm_requests() -> None:
     filtered = SamplerSpec(engine="vllm", logprobs="processed", top_p=0.95, top_k=64)
     asked = request_parameters(filtered)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.statistics import RecordWarning, Thresholds, inspect
+from offpolicy_corr.statistics import RecordWarning, Thresholds, find_unwitnessed_zeros, inspect
 
 COUNT = 600
 
@@ -121,3 +121,12 @@ def test_the_report_prints_a_line_for_every_group_and_finding() -> None:
     lines = str(report).splitlines()
     assert len(lines) == 1 + 3 + len(report.findings) and report.findings
     assert lines[1].split()[:2] == ["a", "200"]
+
+
+def test_samples_that_end_in_zeros_are_each_named() -> None:
+    logq = torch.tensor([-1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+    record, samples = fleet(logq), torch.tensor([7, 7, 7, 3, 3, 9, 9, 9, 5])
+    found = find_unwitnessed_zeros(record, None, samples)
+    assert [(finding.value, finding.group) for finding in found] == [(2.0, "c"), (3.0, "b")]
+    assert found[0].message.startswith("sample 7 ends in 2 ") and "sample 9 ends in 3 " in found[1].message
+    assert find_unwitnessed_zeros(record) == []
