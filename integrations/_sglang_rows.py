@@ -57,9 +57,9 @@ def flat_head(meta: dict[str, Any], count: int) -> Rows:
     shape = integers(meta.get(f"{NESTED}_shape"), f"{NESTED}_shape")
     prefix = meta.get(f"{NESTED}_null_prefix", 0)
     if len(shape) != 2 or (shape < 0).any():
-        raise fail("the shape must be [rows, k]", f"{NESTED}_shape", shape.tolist())
+        raise fail("the shape must be [rows, k]", f"{NESTED}_shape", shape.tolist(), DAMAGED)
     if type(prefix) is not int or not 0 <= prefix <= count:
-        raise fail("null prefix outside the answer", f"{NESTED}_null_prefix", prefix)
+        raise fail("null prefix outside the answer", f"{NESTED}_null_prefix", prefix, DAMAGED)
     rows, width = int(shape[0]), int(shape[1])
     check_count(rows if rows == count else rows + prefix, count, f"{NESTED}_shape")
     if count > prefix and width == 0:

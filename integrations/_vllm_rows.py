@@ -282,7 +282,8 @@ def _mask_ids(mask: Any, count: int) -> tuple[NDArray[np.int64], NDArray[np.int6
         flat, offsets = integers(ids, field), integers(offsets, field + ".offsets")
         check_count(len(offsets) - 1, count, field + ".offsets")
         if offsets[0] != 0 or offsets[-1] != len(flat) or (np.diff(offsets) < 0).any():
-            raise fail("offsets are not CSR", field + ".offsets", int(offsets[-1]))
+            remedy = "They start at 0, never fall, and end at the number of ids."
+            raise fail("offsets are not CSR", field + ".offsets", int(offsets[-1]), remedy)
     empty = np.diff(offsets) == 0
     if empty.any():
         raise fail(

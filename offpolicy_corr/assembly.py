@@ -197,7 +197,8 @@ def _kept(turn: Turn, index: int) -> SamplerRecord:
         return turn.record
     if not 0 <= turn.kept <= len(turn.record):
         problem = f"kept lies outside the {len(turn.record)} sampled tokens"
-        raise RecordError(problem, field=f"turns[{index}].kept", value=turn.kept)
+        remedy = "It counts the answer's tokens that went on; None is all of them."
+        raise RecordError(problem, field=f"turns[{index}].kept", value=turn.kept, remedy=remedy)
     return turn.record.select(torch.arange(turn.kept))
 
 

@@ -20,7 +20,9 @@ def parse_spans(value: Any, field: str = "weight_versions") -> list[Span] | None
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
-        raise RecordError("version spans must be a list", field=field, value=type(value).__name__)
+        remedy = "Pass the engine's weight_versions as they came; one version for all is weight_version=."
+        kind = type(value).__name__
+        raise RecordError("version spans must be a list", field=field, value=kind, remedy=remedy)
     spans: list[Span] = []
     for index, item in enumerate(value):
         get = item.get if isinstance(item, dict) else lambda name, item=item: getattr(item, name, None)

@@ -168,13 +168,14 @@ def damaged(draw: st.DrawFn, base: str) -> tuple[Any, str]:
 
 
 def outcome(response: Any, base: str) -> oc.SamplerRecord | None:
-    """The record, or None where it was refused. Any other exception fails the test."""
+    """The record, or None where it was refused with a remedy. Any other exception fails the test."""
     _, spec, read = (BASES | STREAMS)[base]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecordWarning)
         try:
             record = read(response, spec)
-        except oc.RecordError:
+        except oc.RecordError as error:
+            assert error.remedy
             return None
     return record if isinstance(record, oc.SamplerRecord) else None
 
