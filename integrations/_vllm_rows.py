@@ -176,7 +176,9 @@ def _heads(
 ) -> Rows | None:
     counts = np.diff(rows.offsets)
     ranks = _implied_ranks(rows) if rows.ranks is None else rows.ranks
-    size = _head_size(rows, counts, ranks, missing, requested)
+    has_own = np.zeros(len(counts), dtype=np.bool_)
+    has_own[counts > 0] = (rows.ids == tokens[rows.owner])[rows.offsets[:-1][counts > 0]]
+    size = _head_size(rows, counts, ranks, ~missing & (counts > 0), has_own, requested)
     if size == 0:
         return None
     keep = ranks <= size
@@ -194,19 +196,23 @@ def _head_size(
     rows: RawRows,
     counts: NDArray[np.int64],
     ranks: NDArray[np.int64],
-    missing: NDArray[np.bool_],
+    given: NDArray[np.bool_],
+    has_own: NDArray[np.bool_],
     requested: int | None,
 ) -> int:
     """How many of the most likely candidates every row holds.
 
     A row of n entries whose own token ranks below n holds 1…n; one that ranks above n holds 1…n−1 and its
     token. At rank n the row does not say which, and the others decide; where they cannot, the smaller is
-    safe.
+    safe. Rows cut to the request all have n entries, and hold 1…n or 1…n−1.
     """
     if requested is not None and requested >= 0:  # −1 asks for all there are
         return requested - 1 if rows.cut else requested
-    usable = ~missing & (counts > 0)
+    usable = given & has_own
     if not usable.any():
+        if given.any():
+            remedy = "vLLM's rows hold it beside the candidates: the response is damaged."
+            raise fail("no row holds its own token", "logprobs", None, remedy, int(given.argmax()))
         return 0
     sizes, own = counts[usable], ranks[rows.offsets[:-1][usable]]
     if rows.ranks is None and rows.cut:
@@ -220,9 +226,13 @@ def _head_size(
     if rows.ranks is None:
         decided &= own < sizes
     implied = np.where(own < sizes, sizes, sizes - 1)
-    if not decided.any():
-        return int(sizes.min()) - 1
-    return int(implied[decided].min())
+    least = int(implied[decided].min()) if decided.any() else int(sizes.min()) - 1
+    agree = not decided.any() or least == implied[decided].max() or sizes.min() == sizes.max()
+    if not agree or sizes.max() - sizes.min() > 1:
+        position = int(np.flatnonzero(usable)[sizes.argmin()])
+        remedy = "Every row should hold as many of the most likely: the response is damaged."
+        raise fail("rows of different length", "logprobs", int(counts[position]), remedy, position)
+    return least
 
 
 def _implied_ranks(rows: RawRows) -> NDArray[np.int64]:

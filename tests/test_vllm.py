@@ -103,6 +103,30 @@ def test_undecided_rows_give_the_smaller_head_unless_the_request_is_known() -> N
     assert sets(read_output(vllm_dicts([9], undecided), PLAIN, top_logprobs=2)) == [{5, 9}]
 
 
+@pytest.mark.parametrize("kept", [(1,), (0,), ()])
+def test_a_row_that_lost_entries_does_not_cost_the_others_theirs(kept: tuple[int, ...]) -> None:
+    wide = [good_rows()[0], good_rows()[1], good_rows()[1]]
+    for build in (vllm_generate, lambda t, r, **_: completions(t, r)):
+        response = build([5, 7, 7], wide)
+        block = response["choices"][0]["logprobs"]
+        if "content" in block:
+            row = block["content"][0]["top_logprobs"]
+            block["content"][0]["top_logprobs"] = [row[index] for index in kept]
+        else:
+            row = list(block["top_logprobs"][0].items())
+            block["top_logprobs"][0] = dict(row[index] for index in kept)
+        with pytest.raises(oc.RecordError) as caught:
+            read_json(response, PLAIN)
+        assert caught.value.token == 0 and caught.value.remedy
+
+
+def test_a_sampled_value_alone_beside_heads_is_refused() -> None:
+    for rank in (1, 2, 5):  # the last said that there are no candidates at all
+        with pytest.raises(oc.RecordError, match="different length") as caught:
+            read_output(vllm_dicts([5, 7], [{5: (-0.5, rank)}, {7: (-0.2, 1), 6: (-2.5, 2)}]), PLAIN)
+        assert caught.value.token == 0
+
+
 def test_sampled_values_alone_are_a_record_without_candidates() -> None:
     read = read_output(vllm_dicts([5, 7], [{5: (-0.5, 1)}, {7: (-3.0, 4)}]), PLAIN)
     assert read.candidates is None and read.logprobs.tolist() == pytest.approx([-0.5, -3.0])
