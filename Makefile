@@ -72,7 +72,7 @@ $(VENV)-triton36/ready: Makefile
 
 test-triton36: $(VENV)-triton36/ready
 	$(VENV)-triton36/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels.py tests/test_kernels_pair.py \
-		tests/test_kernels_sharded.py tests/test_kernels_faults.py tests/test_aot.py
+		tests/test_kernels_sharded.py tests/test_kernels_faults.py tests/test_kernels_launch.py tests/test_aot.py
 
 # 550 compilations, a few minutes; make test compiles a part of them
 aot: $(VENV)/dev

@@ -67,7 +67,7 @@ class Configuration:
     @property
     def per_thread(self) -> float:
         """Columns of a tile that a thread handles."""
-        return self.columns / (32 * self.options["num_warps"])
+        return float(self.columns / (32 * self.options["num_warps"]))
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def main_configurations() -> list[Configuration]:
     for dtype in ("bf16", "fp32"):
         found.append(_configuration("row_statistics", "default", dtype, ONCE, "aligned", {}, {"q_tail"}))
         found.append(
-            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, set())
+            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, {"slope"})
         )
         found.append(_configuration("scale_rows", "default", dtype, ONCE, "aligned", {}, set()))
     return found
@@ -211,6 +211,8 @@ def all_configurations(strength: int = 2) -> list[Configuration]:
             )
             if kernel == "row_statistics" and not choices["extra"]:
                 missing |= {"q_tail"}
+            if kernel == "row_gradient" and not choices["extra"]:
+                missing |= {"slope"}
             constants = {"SLOPED": choices["extra"]} if kernel == "row_gradient" else {}
             label = " ".join(f"{name}={value}" for name, value in choices.items())
             found.append(

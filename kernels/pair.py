@@ -78,7 +78,7 @@ def _launch(
     if len(tokens):
         with on_device_of(logits):
             row_gradient[(len(tokens),)](
-                logits, gradient, tokens, trained, heat, peak, level, level if slope is None else slope,
+                logits, gradient, tokens, trained, heat, peak, level, slope,
                 ids, offsets, on_candidates, on_token, listed, *strides, *out_strides, width, first_id,
                 SLOPED=slope is not None, K_BLOCK=tiles.candidates,
                 **tiles.options(logits.dtype, strides[1] == 1 and out_strides[1] == 1),

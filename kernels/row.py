@@ -93,7 +93,7 @@ def _absorb(
     best = x
     for step in tl.static_range(LANES * VECTOR, BLOCK, LANES * VECTOR):
         x = load_round(row, start + step, width, column_stride, MASKED, CONTIGUOUS, LANES, VECTOR)
-        tile = tile + (x,)  # noqa: RUF005 - the compiler knows no unpacking
+        tile = tile + (x,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
         best = tl.maximum(best, x)
     new_peak = tl.maximum(peak, tl.max(best, 1))
     shift = shift_of(new_peak, sharpness)

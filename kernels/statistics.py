@@ -100,7 +100,7 @@ def row_gradient(
 ):  # fmt: skip
     """Write ``2^d (level + slope d)`` to every row and the given values to its candidates and its sampled token.
 
-    peaks, level, slope, on_token: fp32 ``[rows]``; on_candidates: fp32 ``[nnz]``; all with respect to raw logits.
+    peaks, level, on_token, where SLOPED slope: fp32 ``[rows]``; on_candidates: fp32 ``[nnz]``; all for raw logits.
     ``listed``: bool ``[rows]``, the token is a candidate, whose value then holds. Masked rows receive 0.
     """
     t = tl.program_id(0).to(tl.int64)
@@ -111,9 +111,12 @@ def row_gradient(
     if live:
         heat = tl.load(sharpness + t)
         shift = shift_of(tl.load(peaks + t), heat)
+        rise = 0.0
+        if SLOPED:
+            rise = tl.load(slope + t)
         write_row(
             logits + t * row_stride, out, width, column_stride, out_column_stride, heat, shift,
-            tl.load(level + t), tl.load(slope + t), SLOPED, CONTIGUOUS, BLOCK,
+            tl.load(level + t), rise, SLOPED, CONTIGUOUS, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()  # every dense gradient has landed before the sparse ones replace some
         alone = True
