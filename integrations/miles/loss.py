@@ -132,7 +132,7 @@ def _read(
     columns = [reducer_weights(reducer, layout, dtype, device)]
     columns += [_listed(batch, layout, key).to(device, dtype) for key in _listed_keys(args)]
     columns = _where_rows_are(columns, layout, held, group)
-    full_mask = torch.cat([torch.zeros(0, dtype=torch.bool), *(_cpu(mask) != 0 for mask in masks)])
+    full_mask = _cpu(masks) != 0
     flat = held.flat(layout)
     trained = full_mask[flat].to(device)
     weights = columns[0]
@@ -140,7 +140,7 @@ def _read(
         tokens_i[-length:] if length else tokens_i[:0]
         for tokens_i, length in zip(tokens, layout.responses, strict=True)
     ]
-    ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(_cpu(part) for part in sampled)])[flat]
+    ids = _cpu(sampled)[flat].long()
     kind = settings.kind_of_candidates(filters(args))
     candidates = read_candidates(batch, layout, held, full_mask, kind, settings.correction.center)
     record = SamplerRecord(
@@ -183,12 +183,7 @@ def _listed(batch: Batch, layout: Layout, key: str) -> Tensor:
             raise RecordError(
                 "half-precision values", sample=sample, field=key, value=part.dtype, remedy=remedy
             )
-    return torch.cat(
-        [
-            torch.zeros(0),
-            *(part.detach().cpu() if part.device.type == "cpu" else part.detach() for part in parts),
-        ]
-    )
+    return torch.cat([part.detach() for part in parts]) if parts else torch.zeros(0)
 
 
 def _where_rows_are(columns: list[Tensor], layout: Layout, held: Tokens, group: Any) -> list[Tensor]:
@@ -321,5 +316,8 @@ def _recount(message: str, held: Tokens) -> str:
     return re.sub(r"(sample \d+), token (\d+)", replace_token, message)
 
 
-def _cpu(value: Any) -> Tensor:
-    return (value if isinstance(value, Tensor) else torch.as_tensor(value)).detach().cpu()
+def _cpu(values: list[Any]) -> Tensor:
+    """A list of all samples, end to end, on the CPU: the device is waited for once."""
+    return (
+        torch.cat([torch.as_tensor(value).detach() for value in values]).cpu() if values else torch.zeros(0)
+    )
