@@ -83,6 +83,7 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({}, ["--true-on-policy-mode"], "half precision"),
         ({}, ["--use-kl-loss", "--kl-loss-type", "k4"], "k1, k2, k3"),
         ({}, ["--use-kl-loss", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "reference"),
+        ({}, ["--kl-coef", "0.1", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "kl_coef with top-p"),
         ({"loss_type": "policy_loss"}, [], "loss_type"),
         ({"loss_type": None}, [], "own policy_loss"),
         ({"custom_loss_function_path": "offpolicy_corr/integrations/miles.py:policy_loss"}, [], "last point"),
@@ -157,6 +158,9 @@ def test_check_of_the_hook(tmp_path: Path, capsys: Any) -> None:
     assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "mis"}}) == 0
     assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "sc+mis"}}) == 1
     assert "needs logits" in capsys.readouterr().out
+    guarded = {"correction": "mis", "guards": {"off_policy": {"delta": 0.1}}}
+    assert check(tmp_path, {**hook, "offpolicy_corr": guarded}) == 1
+    assert "off_policy needs advantages" in capsys.readouterr().out
     assert (
         check(tmp_path, {**hook, "use_rollout_logprobs": True, "offpolicy_corr": {"correction": "mis"}}) == 1
     )

@@ -261,6 +261,9 @@ def test_15_padded_samples_are_cut_by_their_padded_length() -> None:  # miles 73
         Namespace(qkv_format="thd", allgather_cp=False), batch, torch.zeros(1, 2, 2), 0, 2
     ).held()
     assert packed.position.tolist() == [0]
+    for allgather in (False, True):  # rows that no rank holds would be lost in silence
+        with pytest.raises(ValueError, match="do not fit"):
+            Layout.of(Namespace(qkv_format="bshd", allgather_cp=allgather), batch, torch.zeros(1, 1, 2), 0, 2)
 
 
 def test_17_a_support_without_its_token_is_not_repaired() -> None:  # sglang 36630, slime 2102
@@ -383,7 +386,16 @@ def test_24_inputs_are_bit_identical_after_the_call() -> None:  # slime 2114
                 ), key
 
 
-def test_13_no_samples_at_all_still_has_a_graph() -> None:  # miles 683
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"guards": {"geometric_mean": {"low": 0.5, "high": 2.0}, "staleness": {"max_lag": 1}}},
+        {"correction": "mis", "denominator": "kept"},
+    ],
+    ids=["plain", "guards", "kept"],
+)
+def test_13_no_samples_at_all_still_has_a_graph(own: dict[str, Any]) -> None:  # miles 683
     double.install(double.single())
     logits = torch.full((1, 8, 5), 6e4, dtype=torch.float16, requires_grad=True)
     batch = {
@@ -391,7 +403,9 @@ def test_13_no_samples_at_all_still_has_a_graph() -> None:  # miles 683
         for key in ("unconcat_tokens", "total_lengths", "response_lengths", "loss_masks", "advantages")
     }
     batch |= {"rollout_log_probs": [], "rollout_topk_token_ids": [], "rollout_topk_log_probs": []}
-    loss, metrics = policy_loss(double.make_args(), batch, logits, lambda x: sum([]))  # type: ignore[arg-type, return-value]
+    batch["offpolicy_corr_lag"] = []
+    args = double.make_args(offpolicy_corr=own)
+    loss, metrics = policy_loss(args, batch, logits, lambda x: sum([]))  # type: ignore[arg-type, return-value]
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert loss.dtype == torch.float32

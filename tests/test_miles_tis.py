@@ -99,6 +99,10 @@ def test_without_use_tis_it_only_measures() -> None:
         ({"correction": "mis", "candidates": "heads"}, "no effect"),
         ({"correction": "mis", "inplace_logits": True}, "no effect"),
         ({"correction": "mis", "guards": {"off_policy": {"delta": 0.1}}}, "advantages"),
+        ({"correction": "mis", "guards": {"staleness": {"max_lag": 2}}}, "weight versions"),
+        ({"correction": "mis", "groups": ["a"]}, "no effect"),
+        ({"correction": "mis", "backend": "torch"}, "no effect"),
+        ({"correction": "mis", "vocab_size": 9}, "no effect"),
     ],
 )
 def test_what_the_hook_cannot_do_is_refused(own: dict[str, Any], reason: str) -> None:

@@ -98,6 +98,15 @@ class Layout:
         lengths = torch.tensor((0, *self.responses), dtype=torch.int64)
         return lengths.cumsum(0)[:-1]
 
+    def samples(self) -> Tensor:
+        """Which sample each token of all full responses, laid end to end, belongs to; int64, CPU."""
+        lengths = torch.tensor(self.responses, dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(len(self.responses)), lengths)
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Sums over each sample of values over all full responses, ``[B]``."""
+        return values.new_zeros(len(self.responses)).index_add_(0, self.samples().to(values.device), values)
+
     def _chunk(self, sample: int) -> int:
         length = self.totals[sample] if self.padded is None else self.padded[sample]
         return -(-length // (2 * self.size))
@@ -136,7 +145,9 @@ class Layout:
     def _check_rows(self, samples: int) -> None:
         widest = range(len(self.totals))
         if self.rows_per_sample is not None:
-            needed = 0 if self.allgather else max((self._whole(i) for i in widest), default=0)
+            needed = max((self._whole(i) for i in widest), default=0)
+            if self.allgather:
+                needed = -(-max(self.totals, default=0) // self.size)
             if samples != len(self.totals) or self.rows_per_sample < needed:
                 shape = (samples, self.rows_per_sample)
                 raise ValueError(

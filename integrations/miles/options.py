@@ -88,6 +88,15 @@ def tis_refusals(args: Any, settings: Settings) -> list[str]:
         found.append("candidates have no effect in tis_function: leave them out")
     if settings.inplace_logits:
         found.append("inplace_logits has no effect in tis_function: it sees no logits")
+    if settings.vocab_size is not None or settings.backend != "auto":
+        found.append("vocab_size and backend have no effect in tis_function: it sees no logits")
+    if settings.groups:
+        found.append("groups have no effect in tis_function: it does not get the converter's keys")
+    reasons = {
+        "off_policy": "advantages, which the hook does not get; use Miles' --use-opsm",
+        "staleness": "weight versions, which the hook does not get",
+    }
+    found += [f"guards: {name} needs {reasons[name]}" for name, _ in settings.guards if name in reasons]
     if drops_count(args):
         found.append(f"{DROPPED_COUNT}; this hook cannot mend it")
     if getattr(args, "use_rollout_logprobs", False):
@@ -122,13 +131,18 @@ def _sampling(args: Any) -> list[str]:
 
 
 def _kl(args: Any, settings: Settings) -> list[str]:
-    if not getattr(args, "use_kl_loss", False):
-        return []
     found = []
+    over_support = filters(args) or settings.candidates == "supports"
+    if over_support and _number(args, "kl_coef", 0.0) != 0.0:
+        found.append(
+            "kl_coef with top-p or top-k: the reference is scored over the vocabulary, q over the support"
+        )
+    if not getattr(args, "use_kl_loss", False):
+        return found
     kind = getattr(args, "kl_loss_type", "k1")
     if kind not in KL_ESTIMATORS:
         found.append(f"kl_loss_type {kind!r} is not known: use one of {', '.join(KL_ESTIMATORS)}")
-    if filters(args) or settings.candidates == "supports":
+    if over_support:
         found.append(
             "use_kl_loss with top-p or top-k: the reference is scored over the vocabulary, p over the support"
         )

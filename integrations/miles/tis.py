@@ -63,7 +63,7 @@ def tis_function(
     layout, listed = _layout(args, total_lengths, response_lengths, max_seq_lens, parallel_state)
     masks = _full_mask(loss_masks, response_lengths, pg_loss.device)
     trained = masks[listed.flat(layout).to(pg_loss.device)]
-    log_ratio = _log_ratio(layout, train_log_probs, rollout_log_probs, trained)
+    log_ratio = _log_ratio(layout, train_log_probs, rollout_log_probs, trained, settings.validate)
     weight = settings.correction.weight.weight(log_ratio, torch.ones_like(log_ratio))
     weight = torch.where(trained, weight, 0.0)
     group = group_of(parallel_state.cp)
@@ -75,8 +75,8 @@ def tis_function(
     factor = torch.where(keep[sample], weight, 0.0)
     if settings.denominator == "kept":
         (kept,) = _whole([(weight > 0).to(weight.dtype)], layout, listed, group)
-        total = _per_sample(masks.to(weight.dtype), layout)
-        factor = factor * (total / _per_sample(kept, layout).clamp(min=1.0))[sample]
+        total = layout.per_sample(masks.to(weight.dtype))
+        factor = factor * (total / layout.per_sample(kept).clamp(min=1.0))[sample]
     # replaced, not multiplied: at a masked token the loss itself may be NaN
     live = trained & (factor > 0)
     clean = torch.where(live, pg_loss, torch.zeros((), dtype=pg_loss.dtype, device=pg_loss.device))
@@ -114,8 +114,10 @@ def _full_mask(loss_masks: list[Tensor], responses: list[int], device: torch.dev
     return torch.cat([torch.zeros(0, dtype=torch.bool, device=device), *parts])
 
 
-def _log_ratio(layout: Layout, train: list[Tensor], rollout: list[Tensor], trained: Tensor) -> Tensor:
-    """log p_old − log q, ``[C]``, 0 at masked tokens."""
+def _log_ratio(
+    layout: Layout, train: list[Tensor], rollout: list[Tensor], trained: Tensor, validate: bool
+) -> Tensor:
+    """log p_old − log q, ``[C]``, 0 at masked tokens. ``validate`` waits for the device."""
     flat = []
     for key, values in (("log_probs", train), ("rollout_log_probs", rollout)):
         if values is None or any(value is None for value in values):
@@ -125,7 +127,7 @@ def _log_ratio(layout: Layout, train: list[Tensor], rollout: list[Tensor], train
         flat.append(torch.cat([trained.new_zeros(0, dtype=torch.float32), *values]).detach())
     log_ratio = torch.where(trained, flat[0] - flat[1], 0.0)
     bad = log_ratio.isnan()
-    if bool(bad.any()):
+    if validate and bool(bad.any()):
         where = int(bad.nonzero()[0, 0])
         remedy = "Mask tokens whose log-prob is missing."
         raise RecordError(
@@ -146,14 +148,8 @@ def _keep(
     if not settings.guards:
         return keep
     (whole,) = _whole([log_ratio], layout, listed, group)
-    sequence = torch.repeat_interleave(torch.arange(count), torch.tensor(layout.responses)).to(whole.device)
+    sequence = layout.samples().to(whole.device)
     for name, bounds in settings.guards:
-        if name == "off_policy":
-            raise SettingsError(
-                "guards: off_policy needs advantages, which the hook does not get; use Miles' --use-opsm"
-            )
-        if name == "staleness":
-            raise SettingsError("guards: staleness needs weight versions, which the hook does not get")
         verdict = getattr(guards, name)(whole, sequence, masks, **dict(bounds))
         keep[: verdict.numel()] &= verdict
     return keep
@@ -163,11 +159,6 @@ def _whole(columns: list[Tensor], layout: Layout, listed: Tokens, group: Any) ->
     full = torch.zeros(len(columns), sum(layout.responses), dtype=columns[0].dtype, device=columns[0].device)
     full[:, listed.flat(layout).to(full.device)] = torch.stack(columns)
     return list(all_reduce(full, group).unbind(0))
-
-
-def _per_sample(values: Tensor, layout: Layout) -> Tensor:
-    sums = [part.sum() for part in values.split(layout.responses)]
-    return torch.stack(sums) if sums else values.new_zeros(0)
 
 
 def _metrics(

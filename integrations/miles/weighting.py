@@ -42,8 +42,7 @@ def keep_sequences(
         return None
     device = inputs.weights.device
     log_ratio, advantages = whole_responses([tokens.log_ratio, inputs.advantages], layout, inputs, group)
-    sequence = torch.repeat_interleave(torch.arange(len(layout.responses)), torch.tensor(layout.responses))
-    sequence, mask = sequence.to(device), inputs.full_mask.to(device)
+    sequence, mask = layout.samples().to(device), inputs.full_mask.to(device)
     keep = torch.ones(len(layout.responses), dtype=torch.bool, device=device)
     for name, bounds in settings.guards:
         values = dict(bounds)
@@ -65,11 +64,8 @@ def share_of_kept(layout: Layout, inputs: Inputs, kept: Tensor, group: Any) -> T
     A sample with nothing left has nothing to grow.
     """
     (whole,) = whole_responses([(kept & inputs.trained).to(inputs.weights.dtype)], layout, inputs, group)
-    sums = [
-        torch.stack([part.sum() for part in values.split(layout.responses)])
-        for values in (whole, _mask_of(inputs, whole))
-    ]
-    ratio = sums[1] / sums[0].clamp(min=1.0)
+    trained = inputs.full_mask.to(whole.device, whole.dtype)
+    ratio = layout.per_sample(trained) / layout.per_sample(whole).clamp(min=1.0)
     return ratio[inputs.held.sample.to(ratio.device)]
 
 
@@ -79,7 +75,3 @@ def whole_responses(columns: list[Tensor], layout: Layout, inputs: Inputs, group
     full = stacked.new_zeros(len(columns), sum(layout.responses))
     full[:, inputs.held.flat(layout).to(full.device)] = stacked
     return list(all_reduce(full, group).unbind(0))
-
-
-def _mask_of(inputs: Inputs, like: Tensor) -> Tensor:
-    return inputs.full_mask.to(like.device, like.dtype)
