@@ -166,6 +166,8 @@ def _tensor(value: Any, field: str, floating: bool, rank: int) -> Tensor:
     wanted = (torch.float32, torch.float64) if floating else (torch.int32, torch.int64)
     if tensor.dtype not in wanted or tensor.dim() != rank:
         problem = f"expected {' or '.join(str(w) for w in wanted)} of rank {rank}, got {tensor.dtype}"
-        remedy = "Ship log-probs in float32: half precision loses the mass of a head." if floating else None
+        remedy = "Ship ids and offsets as integers: a conversion could change them."
+        if floating:
+            remedy = "Ship log-probs in float32: half precision loses the mass of a head."
         raise RecordError(problem, field=field, value=tuple(tensor.shape), remedy=remedy)
     return tensor

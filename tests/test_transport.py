@@ -122,7 +122,7 @@ def test_lists_and_tensors_are_read_too() -> None:
 def test_damaged_fields_are_refused(change: dict[str, Any], field: str) -> None:
     with pytest.raises(oc.RecordError) as caught:
         from_fields([5, 6, 7], to_fields(heads()) | change)
-    assert caught.value.field == field
+    assert caught.value.field == field and caught.value.remedy
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 3], [1, 2, 3, 5], [0, 3, 2, 5], [0, 2, 3, 4], [0, 2, 3, 6]])
