@@ -90,6 +90,10 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({"custom_loss_function_path": "other.loss"}, [], "not this loss"),
         ({"rolout_temperature": 1.0}, [], "did you mean rollout_temperature"),
         ({"lr": "1e-6"}, [], "as text"),
+        ({"rollout_temperature": "hot"}, [], "rollout_temperature must be a number"),
+        ({"kl_loss_coef": "much"}, [], "kl_loss_coef must be a number"),
+        ({}, ["--rollout-top-k", "many"], "rollout_top_k must be a number"),
+        ({}, ["--rollout-top-logprobs-num"], "rollout_top_logprobs_num must be a number"),
         (
             {"offpolicy_corr": {"correction": "sc+mis", "inplace_logits": True}},
             ["--recompute-loss-function"],
@@ -119,6 +123,14 @@ def test_check_refuses_with_the_reason(
     assert check(tmp_path, merged, *launch) == 1
     assert says in capsys.readouterr().out
     assert check(tmp_path, BASE) == 0
+
+
+def test_null_is_no_number(tmp_path: Path, capsys: Any) -> None:
+    names = ("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_top_logprobs_num")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **dict.fromkeys(names)}))
+    assert check_main([str(path)]) == 1
+    assert capsys.readouterr().out.count("is null") == len(names)
 
 
 def test_check_prints_what_the_samplers_must_record(tmp_path: Path, capsys: Any) -> None:

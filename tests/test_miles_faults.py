@@ -178,6 +178,13 @@ def test_8_a_trained_token_far_outside_is_dropped_and_finite(logq: float) -> Non
     assert all(bool(value.isfinite()) for value in metrics.values())
 
 
+def test_8_an_infinite_weight_in_a_dropped_sequence_is_silent() -> None:  # miles 1363
+    own = {"validate": False, "guards": {"outlier": {"low": 0.1, "high": 10.0}}}
+    loss, _, gradient = double.one_sample([[0.0, -2.0, 1.0]], [1], [-900.0], double.plain("is", own=own))
+    assert float(loss) == 0.0
+    assert bool((gradient == 0).all())
+
+
 def test_9_mismatch_is_measured_against_this_pass() -> None:  # miles 1151
     problem = [[math.log(0.3), math.log(0.7)]] * 2
     _, metrics, _ = double.one_sample(problem, [0, 1], [-1.1, -2.2], double.plain("is"))

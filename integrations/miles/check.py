@@ -26,6 +26,8 @@ from .options import (
     drops_count,
     environment_refusals,
     filters,
+    not_numbers,
+    number_of,
     refusals,
     tis_refusals,
 )
@@ -142,11 +144,12 @@ def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | N
         options.get("custom_tis_function_path") == TIS_PATH
         and options.get("loss_type", "policy_loss") != "custom_loss"
     ):
-        problems += tis_refusals(args, settings)
+        problems += not_numbers(args) or tis_refusals(args, settings)
         if not options.get("use_tis"):
             advice.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
     else:
-        problems += _loss_path(options) + refusals(args, settings) + _kind(args, settings)
+        problems += _loss_path(options)
+        problems += not_numbers(args) or refusals(args, settings) + _kind(args, settings)
         if not options.get("use_rollout_logprobs"):
             advice.append(
                 "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
@@ -180,12 +183,12 @@ def needs(args: Any, settings: Settings) -> list[str]:
 
 def sampler_of(args: Any, kind: str) -> SamplerSpec:
     """What Miles' samplers are, as far as its options say."""
-    top_k = int(getattr(args, "rollout_top_k", None) or -1)
+    top_k = int(number_of(args, "rollout_top_k", -1))
     return SamplerSpec(
         engine="sglang",
         logprobs="support" if kind == "supports" else "temperature",
-        temperature=float(getattr(args, "rollout_temperature", 1.0)),
-        top_p=float(getattr(args, "rollout_top_p", 1.0)),
+        temperature=number_of(args, "rollout_temperature", 1.0),
+        top_p=number_of(args, "rollout_top_p", 1.0),
         top_k=top_k if top_k > 0 else None,
     )
 

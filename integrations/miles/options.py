@@ -13,7 +13,7 @@ from typing import Any
 from offpolicy_corr.regularizers import KL_ESTIMATORS
 
 from .host import torch_native
-from .settings import Settings
+from .settings import Settings, SettingsError, number
 
 LOSS_PATH = "offpolicy_corr.integrations.miles.policy_loss"
 TIS_PATH = "offpolicy_corr.integrations.miles.tis_function"
@@ -34,6 +34,16 @@ _MUST_BE_OFF: dict[str, str] = {
     "sglang_speculative_algorithm": "leaves open whether recorded log-probs are those of what was drawn from",
     "multi_lora": "normalises per adapter behind the loss, not checked with this loss",
 }
+_NUMBERS = (
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_top_k",
+    "rollout_min_p",
+    "rollout_top_logprobs_num",
+    "entropy_coef",
+    "kl_coef",
+    "kl_loss_coef",
+)
 _SEQUENCE_LEVEL = {"gspo": "weights whole sequences inside policy_loss", "cispo": "clips inside policy_loss"}
 
 
@@ -50,7 +60,7 @@ def drops_count(args: Any) -> bool:
 
 def filters(args: Any) -> bool:
     """Whether Miles' samplers truncate: ``--rollout-top-p`` below 1 or a positive ``--rollout-top-k``."""
-    return _number(args, "rollout_top_p", 1.0) < 1.0 or _number(args, "rollout_top_k", -1) > 0
+    return number_of(args, "rollout_top_p", 1.0) < 1.0 or number_of(args, "rollout_top_k", -1) > 0
 
 
 def refusals(args: Any, settings: Settings) -> list[str]:
@@ -63,7 +73,7 @@ def refusals(args: Any, settings: Settings) -> list[str]:
     for name, reason in _MUST_BE_OFF.items():
         if getattr(args, name, None):
             found.append(f"{name} must be off: it {reason}")
-    estimator = getattr(args, "advantage_estimator", None)
+    estimator = str(getattr(args, "advantage_estimator", None))
     if estimator in _SEQUENCE_LEVEL:
         found.append(
             f"advantage_estimator {estimator!r} {_SEQUENCE_LEVEL[estimator]}: use grpo, for example without its std"
@@ -116,16 +126,16 @@ def environment_refusals(environment: Mapping[str, str] | None = None) -> list[s
 
 def _sampling(args: Any) -> list[str]:
     found = []
-    temperature = _number(args, "rollout_temperature", 1.0)
+    temperature = number_of(args, "rollout_temperature", 1.0)
     if not temperature > 0:
         found.append(
             f"rollout_temperature is {temperature}: greedy decoding has no q to correct with, sample at T > 0"
         )
-    if _number(args, "rollout_top_p", 1.0) < 1.0 and not _number(args, "rollout_top_k", -1) > 0:
+    if number_of(args, "rollout_top_p", 1.0) < 1.0 and not number_of(args, "rollout_top_k", -1) > 0:
         found.append(
             "rollout_top_p < 1 needs a positive rollout_top_k: no released engine records a support without one"
         )
-    if _number(args, "rollout_min_p", 0.0) > 0:
+    if number_of(args, "rollout_min_p", 0.0) > 0:
         found.append("rollout_min_p > 0 truncates without a recorded support: use top-p with top-k")
     return found
 
@@ -133,7 +143,7 @@ def _sampling(args: Any) -> list[str]:
 def _kl(args: Any, settings: Settings) -> list[str]:
     found = []
     over_support = filters(args) or settings.candidates == "supports"
-    if over_support and _number(args, "kl_coef", 0.0) != 0.0:
+    if over_support and number_of(args, "kl_coef", 0.0) != 0.0:
         found.append(
             "kl_coef with top-p or top-k: the reference is scored over the vocabulary, q over the support"
         )
@@ -158,6 +168,20 @@ def _inplace(args: Any, settings: Settings) -> list[str]:
     return found
 
 
-def _number(args: Any, name: str, default: float) -> float:
+def number_of(args: Any, name: str, default: float) -> float:
+    """An option's number; the default where it is absent or null. Raises SettingsError where it is none."""
     value = getattr(args, name, None)
-    return default if value is None else float(value)
+    return default if value is None else number(value, name)
+
+
+def not_numbers(args: Any) -> list[str]:
+    """Options that were given, that this loss computes with, and that hold no number."""
+    found = []
+    for name in _NUMBERS:
+        if getattr(args, name, 0.0) is None:
+            found.append(f"{name} is null, which Miles would take: leave it out or give a number")
+        try:
+            number_of(args, name, 0.0)
+        except SettingsError as error:
+            found.append(str(error))
+    return found
