@@ -125,7 +125,7 @@ def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
     for name, value in part.items():
-        if value is None or name in ("index", "delta"):
+        if value is None or name in ("index", "delta", "text"):  # nobody reads a text; joining it costs T²
             continue
         if name in ("token_ids", "sampling_mask"):
             whole.setdefault(name, []).extend(sequence(value, f"{where}.{name}"))
@@ -134,8 +134,6 @@ def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
             for key, rows in mapping(value, f"{where}.logprobs").items():
                 if rows is not None:
                     target.setdefault(key, []).extend(sequence(rows, f"{where}.logprobs.{key}"))
-        elif name == "text":
-            whole["text"] = whole.get("text", "") + str(value)
         else:
             whole[name] = value
 

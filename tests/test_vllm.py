@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from offpolicy_corr.integrations._streams import join_vllm_json
 from offpolicy_corr.integrations.vllm import read_json, read_json_turns, read_output, read_stream, read_turns
 
 import offpolicy_corr as oc
@@ -295,6 +296,14 @@ def test_a_stream_that_nobody_counted_is_refused_and_a_lost_chunk_is_noticed() -
 def test_chunks_give_the_record_of_the_whole() -> None:
     read = read_stream(stream(), PLAIN)
     assert read.tokens.tolist() == TOKENS and sets(read) == [{5, 9}, {6, 8}]
+
+
+def test_a_completions_stream_is_read_without_its_text() -> None:
+    parts = [completions([t], [row]) for t, row in zip(TOKENS, good_rows(), strict=True)]
+    parts[0]["choices"][0] |= {"text": "one ", "finish_reason": None}
+    parts[1]["choices"][0]["text"] = "two"
+    assert "text" not in join_vllm_json(parts + stream()[-1:])["choices"][0]
+    assert sets(read_stream(parts + stream()[-1:], PLAIN)) == [{5, 9}, {6, 8}]
 
 
 def test_a_stream_without_its_end_and_a_chunk_without_log_probs_are_refused() -> None:
