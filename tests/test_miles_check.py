@@ -83,6 +83,7 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({}, ["--true-on-policy-mode"], "half precision"),
         ({}, ["--use-kl-loss", "--kl-loss-type", "k4"], "k1, k2, k3"),
         ({}, ["--use-kl-loss", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "reference"),
+        ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, [], "kl_coef and kl_loss_coef exclude"),
         ({}, ["--kl-coef", "0.1", "--rollout-top-p", "0.9", "--rollout-top-k", "8"], "kl_coef with top-p"),
         ({"loss_type": "policy_loss"}, [], "loss_type"),
         ({"loss_type": None}, [], "own policy_loss"),

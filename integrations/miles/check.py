@@ -269,6 +269,10 @@ def _repeated_checks(options: dict[str, Any]) -> list[str]:
         found.append(
             "get_mismatch_metrics needs custom_tis_function_path (Miles' own check, which the YAML bypasses)"
         )
+    if options.get("kl_coef") and options.get("kl_loss_coef"):
+        found.append(
+            "kl_coef and kl_loss_coef exclude each other (Miles' own check, which the YAML bypasses)"
+        )
     estimator = str(options.get("advantage_estimator", ""))
     if estimator.startswith("reinforce_plus_plus") and not options.get("normalize_advantages"):
         found.append(f"{estimator} needs normalize_advantages (Miles' own check, which the YAML bypasses)")
