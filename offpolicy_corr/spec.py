@@ -127,8 +127,9 @@ def _refuse(problem: str, field: str, value: Any, remedy: str) -> None:
 def _check_ranges(spec: SamplerSpec) -> None:
     def number(name: str, ok: Callable[[float], bool], want: str) -> None:
         value = getattr(spec, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and ok(value)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            _refuse(f"{name} must be a Python number", name, value, f"Give float({name}).")
+        if not (math.isfinite(value) and ok(value)):
             _refuse(f"{name} is out of range", name, value, want)
 
     if not isinstance(spec.engine, str) or not spec.engine:
@@ -147,7 +148,11 @@ def _check_ranges(spec: SamplerSpec) -> None:
     for name in ("top_k", "vocab_size", "logits_width", "tensor_parallel", "expert_parallel"):
         lowest = -1 if name == "top_k" else 1
         value = getattr(spec, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            _refuse(f"{name} must be a Python integer", name, value, f"Give int({name}), or None.")
+        if value < lowest:
             _refuse(f"{name} is out of range", name, value, "Give a positive integer, or None.")
     if spec.vocab_size and spec.logits_width and spec.vocab_size > spec.logits_width:
         remedy = f"vocab_size {spec.vocab_size} cannot exceed the columns of the logits."

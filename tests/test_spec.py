@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import offpolicy_corr as oc
@@ -229,3 +230,13 @@ def test_unknown_engines_and_endpoints() -> None:
         request_parameters(spec, endpoint="embeddings")
     with pytest.raises(ValueError, match="num_candidates"):
         request_parameters(spec, num_candidates=0)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"temperature": np.float32(0.5)}, {"top_k": np.int64(8)}, {"vocab_size": True}, {"top_p": "1"}],
+)
+def test_settings_that_are_no_python_numbers_say_so(setting: dict[str, Any]) -> None:
+    """A spec is stored as JSON; a NumPy scalar is not out of range, it is of another type."""
+    with pytest.raises(oc.RecordError, match=r"must be a Python (number|integer).*Give (float|int)\("):
+        oc.SamplerSpec(engine="sglang", logprobs="temperature", **setting)
