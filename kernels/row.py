@@ -17,14 +17,17 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 # 2^_LOWEST is 0; finite, so that 0 · _LOWEST is 0 where 0 · −inf would be NaN
 _LOWEST = tl.constexpr(-1.0e4)
+# no shift lies below: beyond, its rounding alone would be an exponent that overflows. 2^29 is 3.7e8 nats
+LOWEST_SHIFT = tl.constexpr(-536870912.0)
 # with a tail scale below this the tail may be a difference: its error, 1e-7 of the total, stays below 1e-5
 LARGEST_TAIL_SCALE_BY_SUBTRACTION = tl.constexpr(64.0)
 
 
 @triton.jit
 def shift_of(peak, sharpness):
-    """The row's shift in base 2; 0 where no logit is finite yet, so that −inf − (−inf) never arises."""
-    return tl.where(peak == float("-inf"), 0.0, peak * sharpness)
+    """The row's shift in base 2, finite for every peak below +inf: logits that mask with −inf, or with −3e38, sum to 0
+    wherever they stand alone, and −inf − (−inf) never arises."""
+    return tl.maximum(peak * sharpness, LOWEST_SHIFT)
 
 
 @triton.jit
@@ -112,8 +115,7 @@ def _absorb(
 @triton.jit
 def _rescaled(total, moment, peak, shift, sharpness):
     """Sums relative to ``peak``, made relative to a ``shift`` that is at least as high."""
-    # before the first finite logit there is nothing to rescale: a factor of 0, never exp2(−inf + inf)
-    back = tl.where(peak == float("-inf"), _LOWEST, shift_of(peak, sharpness) - shift)
+    back = shift_of(peak, sharpness) - shift
     factor = tl.exp2(back)
     return factor * total, factor * tl.fma(back, total, moment)
 

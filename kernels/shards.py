@@ -14,9 +14,8 @@ from offpolicy_corr.terms import Terms
 from offpolicy_corr.vocab_parallel import VocabShard, share_peak, share_sums
 
 from .launch import contiguous, define, on_device_of, tiles_for, unrecorded_mass
+from .row import LOWEST_SHIFT
 from .statistics import row_statistics
-
-_LOWEST = -1e4  # 2^_LOWEST is 0; finite, so that a shard without any finite logit adds 0 rather than NaN
 
 
 def local_statistics(
@@ -53,9 +52,8 @@ def shared_statistics(
 
 def _moved(stats: RowStats, peak: Tensor, terms: Terms, heat: Tensor) -> RowStats:
     """The same sums relative to ``peak``. Shifts round as they do in the kernel, so that they cancel exactly."""
-    empty = stats.peak == -torch.inf
-    shift = torch.where(peak == -torch.inf, 0.0, peak * heat)
-    back = torch.where(empty, _LOWEST, stats.peak * heat - shift)
+    before, shift = ((p * heat).clamp(min=LOWEST_SHIFT.value) for p in (stats.peak, peak))
+    back = before - shift
     factor = back.exp2()
     candidates = stats.candidates
     if terms.candidates is not None:

@@ -54,6 +54,17 @@ def test_fault_1_a_first_tile_of_minus_infinity(level: float) -> None:
         assert_same(logits, rows(logits, [300, 999]), torch.ones(2), **options)
 
 
+@pytest.mark.parametrize("mask", [-1e9, -1e30, -1e37, -1e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_fault_1_large_negative_numbers_mask_as_minus_infinity_does(mask: float, temperature: float) -> None:
+    """Lanes and tiles that hold nothing else, in front of the allowed ids and behind them."""
+    logits = torch.full((2, 1000), mask)
+    logits[0, 400:404], logits[1, [0, 600, 999]] = randn(4), randn(3)
+    record = rows(logits, [400, 600], temperature=temperature)
+    for options in ({}, {"entropy_coef": 0.2}):
+        assert_same(logits, record, torch.ones(2), **options)
+
+
 def test_fault_2_a_row_with_no_finite_logit_is_named_and_its_neighbour_untouched() -> None:
     logits = randn(2, 300)
     logits[0] = -torch.inf

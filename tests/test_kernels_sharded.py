@@ -279,16 +279,17 @@ def test_candidates_that_all_live_on_one_shard(
         assert_shards_agree(monkeypatch, logits, record, advantages, 4, 13, correction=oc.Correction(rule))
 
 
-def test_shards_of_minus_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("masking", [-torch.inf, -3e38, -1e12])
+def test_shards_of_minus_infinity(masking: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 0 lives on shard 0, row 1 on shard 2, row 2 on shards 1 and 3; candidates are where the row is finite."""
     logits, _, advantages = made("head")
     homes = ((0, 13), (26, 39), (13, 51), (0, 51), (0, 51))
     ids, tokens = [], []
     for row, (first, last) in enumerate(homes):
-        logits[row, :first] = logits[row, last:] = -torch.inf
+        logits[row, :first] = logits[row, last:] = masking
         ids.append(torch.arange(first, first + 5))
         tokens.append(last - 1)
-    logits[2, 26:39] = -torch.inf
+    logits[2, 26:39] = masking
     table = torch.stack(ids)
     heat = (logits.double() / 1.2).log_softmax(1)
     record = oc.SamplerRecord(
