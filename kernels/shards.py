@@ -6,7 +6,6 @@ makes; once the common peak is known the sums move to it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from offpolicy_corr.softmax import RowStats
