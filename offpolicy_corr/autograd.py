@@ -57,6 +57,12 @@ def _gradient_buffer(logits: Tensor, inplace: bool) -> Tensor:
     # the detached alias shares its version counter, so another reader of the logits notices the write
     # (a compiler turns writes into copies and places buffers itself: there inplace gains nothing)
     write_over = inplace and not torch.compiler.is_compiling()
+    if write_over and any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError(
+            "inplace=True cannot write over expanded logits, whose elements share memory: use inplace=False"
+        )
     return logits.detach() if write_over else torch.empty_like(logits)
 
 

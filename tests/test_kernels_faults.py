@@ -120,6 +120,20 @@ def test_fault_5_any_strides(layout: str, inplace: bool) -> None:
     assert_same(strided, rows(strided, [1, 2, 3, 299][:size]), torch.ones(size), inplace=inplace)
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_fault_5_rows_that_share_memory_are_not_written_over(name: str, reduction: str) -> None:
+    """A row would be read after another row's gradient had been written to it."""
+    logits = randn(1, 300).expand(3, 300)
+    record = rows(logits, [1, 2, 3])
+    shared, advantages = randn(1, 300).to(DEVICE).requires_grad_().exp().expand(3, 300), torch.ones(3)
+    options: dict[str, Any] = {"reduction": reduction, "backend": name}
+    with pytest.raises(ValueError, match="share memory: use inplace=False"):
+        out = oc.policy_loss(shared, moved(record), advantages.to(DEVICE), inplace=True, **options)
+        out.loss.sum().backward()
+    assert_same(logits, record, advantages, reduction=reduction)
+
+
 def test_fault_6_expanded_and_strided_upstream_gradients() -> None:
     logits = randn(4, 300).to(DEVICE)
     record = moved(rows(logits.cpu(), [1, 2, 3, 4]))
