@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "fp32"),
     "rule": (0, 1, 2, 3, 4, 5),
-    "kl": (0, 1, 2, 3),
+    "kl": (0, 1, 2, 3, 4),
     "center": (True, False),
     "entropy": (False, True),
     "candidates": ("scored", "ids", "none"),
