@@ -22,8 +22,9 @@ pytest.importorskip("triton")
 from offpolicy_corr.benchmarks import static
 
 REGISTERS = 128  # at 8 warps, two programs on a multiprocessor
-# on the compiler that CI pins nothing spills; others may keep a few bytes outside the loops
-STACK = 0 if version("triton").startswith("3.9.") else 16
+# on the compiler that CI pins nothing spills; others may keep a few bytes outside the loops, and count other slots
+PINNED = version("triton").startswith("3.9.")
+STACK = 0 if PINNED else 16
 
 
 def in_child(code: str) -> Any:
@@ -72,6 +73,7 @@ def test_main_loops_access_128_bits_at_a_time(compiled: list[dict[str, Any]]) ->
     assert {c["kernel"] for c in aligned} == {"fused_loss", "row_statistics", "row_gradient", "scale_rows"}
 
 
+@pytest.mark.skipif(not PINNED, reason="the budget is that of Triton 3.9")
 def test_issue_slots_per_logit_stay_within_the_budget(compiled: list[dict[str, Any]]) -> None:
     def over(c: dict[str, Any]) -> bool:
         budget = static.BONUS_BUDGET if c["constants"].get("ENTROPY") else static.SLOT_BUDGET
