@@ -166,7 +166,7 @@ def _hidden_ours(hidden: HiddenCase) -> Step:
 
 
 def _hidden_eager(hidden: HiddenCase) -> Step:
-    """The plain loss over materialised logits."""
+    """The plain loss over materialized logits."""
     loss = plain_loss(hidden.case.record, hidden.case.advantages)
     return _hidden_step(hidden, lambda states, weight: loss(states @ weight.T))
 

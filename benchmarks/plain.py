@@ -13,7 +13,7 @@ import offpolicy_corr as oc
 def plain_loss(record: oc.SamplerRecord, advantages: Tensor) -> Callable[[Tensor], Tensor]:
     """The mean loss of `MaskedIS()` as a function of logits ``[T, V]``, by ``log_softmax`` in fp32 and ``gather``.
 
-    Centred where the record has candidates: heads everywhere, or supports everywhere, whose log-softmax is taken over
+    Centered where the record has candidates: heads everywhere, or supports everywhere, whose log-softmax is taken over
     the gathered logits alone. What does not depend on the logits is made here. The temperature is 1.
     """
     assert record.logprobs is not None
@@ -34,7 +34,7 @@ def plain_loss(record: oc.SamplerRecord, advantages: Tensor) -> Callable[[Tensor
     place = ((ids == tokens) & ~unused).byte().argmax(1, keepdim=True)
     over_supports = bool(candidates.complete.all())
 
-    def centred(logits: Tensor) -> Tensor:
+    def centered(logits: Tensor) -> Tensor:
         if over_supports:
             head = _log_softmax(logits.gather(1, ids).masked_fill(unused, -torch.inf))
             token, head = head.gather(1, place).squeeze(1), head.masked_fill(unused, 0.0)
@@ -49,7 +49,7 @@ def plain_loss(record: oc.SamplerRecord, advantages: Tensor) -> Callable[[Tensor
                 coefficient = coefficient - alpha[:, None] * p
         return -(advantages * (weighted(token) - (coefficient * head).sum(1))).mean()
 
-    return centred
+    return centered
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from offpolicy_corr.integrations import sglang, vllm
 
 import offpolicy_corr as oc
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.tables import from_parquet, to_parquet
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.tables import from_parquet, to_parquet
 
 VOCAB = 151_936
 SGLANG = SamplerSpec(engine="sglang", logprobs="temperature", vocab_size=VOCAB)

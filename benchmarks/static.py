@@ -177,7 +177,9 @@ def _configuration(
 
 
 def _kernels() -> dict[str, Any]:
-    from offpolicy_corr.kernels import fused, scale, statistics
+    from offpolicy_corr.kernels import fused_loss as fused
+    from offpolicy_corr.kernels import rescale as scale
+    from offpolicy_corr.kernels import single_pass as statistics
 
     return {
         "fused_loss": fused.fused_loss,

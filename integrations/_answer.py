@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offpolicy_corr.assembly import Turn
-from offpolicy_corr.candidates import CandidateSet
-from offpolicy_corr.errors import within_sample
-from offpolicy_corr.missing import SENTINEL, is_missing
-from offpolicy_corr.record import SamplerRecord
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.statistics import RecordWarning, unwitnessed_zero_runs, warn_unwitnessed_zeros
-from offpolicy_corr.validation import SAME_VALUE
-from offpolicy_corr.versions import Span, versions_from_spans
+from offpolicy_corr.records.assembly import Turn
+from offpolicy_corr.records.candidates import CandidateSet
+from offpolicy_corr.records.errors import within_sample
+from offpolicy_corr.records.inspection import RecordWarning, unwitnessed_zero_runs, warn_unwitnessed_zeros
+from offpolicy_corr.records.missing import SENTINEL, is_missing
+from offpolicy_corr.records.record import SamplerRecord
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.validation import SAME_VALUE
+from offpolicy_corr.records.weight_versions import Span, versions_from_spans
 
 from ._arrays import DAMAGED, fail, integers, offsets_of
 
@@ -63,7 +63,7 @@ def check_spec(spec: SamplerSpec, engine: str, on_missing: str) -> None:
         remedy = f"This reader knows {engine}'s shapes; use the reader of {spec.engine}, or correct the spec."
         raise fail("the spec names another engine", "spec.engine", spec.engine, remedy)
     if spec.token_ids != "engine":
-        remedy = "Ask the engine for ids: a text can be tokenised in more than one way."
+        remedy = "Ask the engine for ids: a text can be tokenized in more than one way."
         raise fail("token ids were rebuilt from text", "spec.token_ids", spec.token_ids, remedy)
 
 
@@ -94,7 +94,7 @@ def check_same_ids(tokens: NDArray[np.int64], others: NDArray[np.int64], field: 
     differ = tokens != others
     if differ.any():
         position = int(differ.argmax())
-        remedy = f"The token is {int(tokens[position])}: text was tokenised again, or two answers were mixed."
+        remedy = f"The token is {int(tokens[position])}: text was tokenized again, or two answers were mixed."
         raise fail("id differs from the sampled id", field, int(others[position]), remedy, position)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.errors import RecordError
 
 Array = NDArray[Any]
 INTEGERS = {"int32": "<i4", "int64": "<i8"}

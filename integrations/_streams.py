@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.errors import RecordError
 
 from ._arrays import fail, mapping, sequence
 

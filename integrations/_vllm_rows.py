@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.missing import SENTINEL, is_missing
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.validation import COMPLETE_MASS_OFF_ONE
+from offpolicy_corr.records.missing import SENTINEL, is_missing
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.validation import COMPLETE_MASS_OFF_ONE
 
 from ._answer import Rows, check_count
 from ._arrays import DAMAGED, columns, fail, flatten, floats, integers, offsets_of, sequence

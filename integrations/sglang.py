@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.assembly import Turn
-from offpolicy_corr.record import SamplerRecord
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.versions import parse_spans
+from offpolicy_corr.records.assembly import Turn
+from offpolicy_corr.records.record import SamplerRecord
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.weight_versions import parse_spans
 
 from ._answer import (
     Answer,

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.assembly import Turn
-from offpolicy_corr.missing import is_missing
-from offpolicy_corr.record import SamplerRecord
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.validation import SAME_VALUE
-from offpolicy_corr.versions import parse_spans
+from offpolicy_corr.records.assembly import Turn
+from offpolicy_corr.records.missing import is_missing
+from offpolicy_corr.records.record import SamplerRecord
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.validation import SAME_VALUE
+from offpolicy_corr.records.weight_versions import parse_spans
 
 from . import _vllm_rows as vllm_rows
 from ._answer import Answer, check_count, check_same_ids, check_spec, read_each, records_of, with_prompt

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offpolicy_corr.candidates import CandidateSet
-from offpolicy_corr.segments import segment_sum
-from offpolicy_corr.terms import Terms
+from offpolicy_corr.csr import segment_sum
+from offpolicy_corr.loss_inputs import Terms
+from offpolicy_corr.records.candidates import CandidateSet
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     registers: int = 128
 
     def options(self, dtype: torch.dtype, contiguous: bool = True) -> dict[str, Any]:
-        """Keywords of a launch. ``contiguous``: neighbouring columns are neighbours in memory."""
+        """Keywords of a launch. ``contiguous``: neighboring columns are neighbors in memory."""
         block = self.columns * 2 // dtype.itemsize
         chosen = {"CONTIGUOUS": contiguous, "BLOCK": block, "num_warps": self.warps, "num_stages": 1}
         if torch.version.hip is None:
@@ -85,7 +85,7 @@ def tiles_for(width: int, *matrices: Tensor, twice: bool = False) -> Tiles:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """What Triton looks at: neighbours in memory, and a start and row stride that are multiples of 16."""
+    """What Triton looks at: neighbors in memory, and a start and row stride that are multiples of 16."""
     return matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 

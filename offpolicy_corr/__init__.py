@@ -4,19 +4,19 @@ Data flows one way: record → trainer log-probs → weights → centering → l
 """
 
 from . import guards, metrics
-from .assembly import Turn, assemble, pack
-from .candidates import CandidateSet
 from .correction import Correction
-from .errors import RecordError
 from .logprobs import selected_logprobs
 from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
-from .missing import missing_tokens
-from .record import SamplerRecord
+from .records.assembly import Turn, assemble, pack
+from .records.candidates import CandidateSet
+from .records.errors import RecordError
+from .records.inspection import RecordWarning
+from .records.missing import missing_tokens
+from .records.record import SamplerRecord
+from .records.requests import request_parameters
+from .records.sampler_spec import SamplerSpec
 from .reduction import global_denominator
-from .requests import request_parameters
 from .result import PolicyLoss, TokenDiagnostics
-from .spec import SamplerSpec
-from .statistics import RecordWarning
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from . import backend
 from .centering import live
-from .dense import Job
+from .torch_loss import Job
 
 
 class LossFromLogits(torch.autograd.Function):
@@ -146,7 +146,7 @@ def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
         return gradient * float(factor) if keep else gradient.mul_(float(factor))
     if gradient.device.type == "cuda" and gradient.dtype != torch.float64 and backend.has_kernels():
         # reads the factor on the device and returns at once where it is 1
-        from .kernels.scale import scale_
+        from .kernels.rescale import scale_
 
         return scale_(gradient.clone() if keep else gradient, factor)
     out = gradient.clone() if keep else gradient

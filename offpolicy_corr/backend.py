@@ -10,14 +10,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import dense
-from . import pair as torch_pair
+from . import torch_logprobs, torch_loss
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 BACKENDS = ("auto", "torch", "triton")
 _FUSED_RULES = (Unweighted, FullIS, TruncatedIS, MaskedIS, ClampedIS, PPOClip)
 
-Visit = Callable[[Tensor, dense.Job, "Tensor | None"], Tensor]
+Visit = Callable[[Tensor, torch_loss.Job, "Tensor | None"], Tensor]
 
 
 def choose(backend: str, like: Tensor, rule: WeightRule | None = None) -> str:
@@ -42,19 +41,19 @@ def choose(backend: str, like: Tensor, rule: WeightRule | None = None) -> str:
 def visit(backend: str) -> Visit:
     """The function that computes loss, diagnostics and gradient of a block of logits."""
     if backend != "triton":
-        return dense.visit
-    from .kernels import loss
+        return torch_loss.visit
+    from .kernels import triton_loss
 
-    return loss.visit
+    return triton_loss.visit
 
 
-def pair(backend: str) -> ModuleType:
+def logprob_passes(backend: str) -> ModuleType:
     """The module whose ``forward`` and ``backward`` serve `selected_logprobs`."""
     if backend != "triton":
-        return torch_pair
-    from .kernels import pair as triton_pair
+        return torch_logprobs
+    from .kernels import triton_logprobs
 
-    return triton_pair
+    return triton_logprobs
 
 
 def has_kernels() -> bool:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from .correction import Correction
-from .regularizers import kl_slope, kl_value
+from .csr import segment_sum
+from .kl import kl_slope, kl_value
+from .loss_inputs import Settings, Terms
 from .replay import TrainerLogprobs
-from .segments import segment_sum
-from .softmax import RowGradient
-from .terms import Settings, Terms
+from .row_passes import RowGradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ def product(coefficient: Tensor, logp: Tensor) -> Tensor:
     return torch.where(coefficient == 0, torch.zeros_like(logp), coefficient * logp)
 
 
-def uncentred(correction: Correction, terms: Terms) -> Tensor:
-    """Tokens of a centred loss without a candidate, bool ``[T]``: validation refuses them, and without it their
-    loss is not a number. Nothing falls back to an uncentred term."""
+def uncentered(correction: Correction, terms: Terms) -> Tensor:
+    """Tokens of a centered loss without a candidate, bool ``[T]``: validation refuses them, and without it their
+    loss is not a number. Nothing falls back to an uncentered term."""
     if not correction.center or terms.candidates is None:
         return torch.zeros_like(terms.tokens, dtype=torch.bool)
     return terms.candidates.offsets.diff() == 0
@@ -64,7 +64,7 @@ def live(scale: Tensor, values: Tensor) -> Tensor:
 
 def coefficients(correction: Correction, terms: Terms, trainer: TrainerLogprobs) -> Coefficients:
     """All constants of the loss, from the trainer's log-probs and the record. Nothing here is differentiable."""
-    rule, floor = correction.weight, correction.tail_floor
+    rule, floor = correction.rule, correction.tail_floor
     dtype, nan = trainer.token.dtype, torch.full_like(trainer.token, torch.nan)
     advantages = terms.advantages.to(dtype)
     log_ratio = trainer.token - terms.logq.to(dtype)
@@ -87,7 +87,7 @@ def coefficients(correction: Correction, terms: Terms, trainer: TrainerLogprobs)
     p_mass = trainer.head_mass.masked_fill(absent, torch.nan)
     if not correction.center:
         return Coefficients(log_ratio, weight, none, none, zero, zero, q_mass, p_mass, rho)
-    assert logq is not None, "a centred loss was given ids alone"
+    assert logq is not None, "a centered loss was given ids alone"
     logp = trainer.candidates
     weighted = rule.weighted_prob(logp, logq, advantages[rows])
     alpha = rule.tail_scale(rho, advantages).masked_fill(complete, 0.0)
@@ -107,8 +107,8 @@ def policy_term(
         return loss, torch.zeros_like(loss)
     rows = candidates.rows
     correction = segment_sum(product(coef.centering, candidate_logp), candidates.offsets)
-    centred = segment_sum(product(advantages[rows] * coef.centering, candidate_logp), candidates.offsets)
-    return loss + centred, correction
+    centered = segment_sum(product(advantages[rows] * coef.centering, candidate_logp), candidates.offsets)
+    return loss + centered, correction
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class TokenLoss:
 
 
 def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_total: Tensor) -> TokenLoss:
-    """Loss and logit gradient of every token, regularisers included.
+    """Loss and logit gradient of every token, regularizers included.
 
     ``log_total`` ``[R]`` is the log-sum-exp of the row relative to its peak.
     """
@@ -137,7 +137,7 @@ def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_
         pull = pull - settings.kl_coef * kl_slope(settings.kl_estimator, gap)
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * trainer.entropy
-    loss = torch.where(trainer.finite & ~uncentred(settings.correction, terms), loss, torch.nan)
+    loss = torch.where(trainer.finite & ~uncentered(settings.correction, terms), loss, torch.nan)
     gradient = _gradient(settings, terms, trainer, coef, pull, log_total)
     return TokenLoss(loss, correction, coef, gradient)
 

@@ -1,4 +1,4 @@
-"""`Correction`: which weight rule, and whether the score is centred."""
+"""`Correction`: which weight rule, and whether the score is centered."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ class Correction:
     """How off-policy tokens are used. The default, SC + MIS, is what stays stable.
 
     Args:
-        weight: rule f that multiplies a token's term by f(p/q).
+        rule: f, that multiplies a token's term by f(p/q).
         center: subtract, at every position, the expected score under q, weighted by the same rule: removes
             drift whatever the rule drops (score centering, https://arxiv.org/abs/2609.20807).
         tail_floor: ε below which neither side's tail mass is allowed to fall in ρ.
     """
 
-    weight: WeightRule = field(default_factory=MaskedIS)
+    rule: WeightRule = field(default_factory=MaskedIS)
     center: bool = True
     tail_floor: float = 1e-6
 
     def __post_init__(self) -> None:
-        if isinstance(self.weight, type) or not isinstance(self.weight, WeightRule):
-            raise TypeError(
-                f"weight must be a rule with weight, weighted_prob and tail_scale, got {self.weight!r}"
-            )
+        if isinstance(self.rule, type) or not isinstance(self.rule, WeightRule):
+            raise TypeError(f"rule must have weight, weighted_prob and tail_scale, got {self.rule!r}")
         if not 0.0 < self.tail_floor < 1.0:
             raise ValueError(f"tail_floor must lie in (0, 1), got {self.tail_floor}")
 

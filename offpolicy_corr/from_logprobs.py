@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .candidates import CandidateSet
-from .centering import coefficients, live, policy_term, uncentred
-from .plan import Plan
-from .regularizers import kl_value
-from .replay import TrainerLogprobs
-from .result import pack
-from .segments import segment_sum
-from .softmax import compute_dtype
-from .terms import Terms
-from .validation import (
+from .centering import coefficients, live, policy_term, uncentered
+from .csr import segment_sum
+from .kl import kl_value
+from .loss_inputs import Terms
+from .prepare import Plan
+from .records.candidates import CandidateSet
+from .records.validation import (
     COMPLETE_MASS_OFF_ONE,
     HEAD_MASS_ABOVE_ONE,
     LOGPROB_ABOVE_ZERO,
     Check,
     raise_first,
 )
+from .replay import TrainerLogprobs
+from .result import pack
+from .row_passes import compute_dtype
 
 # a framework may compute the two in different kernels; a mass that was left out is far larger
 _SAME_LOGP = 1e-3
@@ -63,7 +63,7 @@ def loss_from_logprobs(
         assert entropy is not None
         token_loss = token_loss - settings.entropy_coef * entropy.to(dtype)
     # a token whose log-prob is not a number stays visible even where its weight is 0
-    token_loss = torch.where(trainer.finite & ~uncentred(settings.correction, terms), token_loss, torch.nan)
+    token_loss = torch.where(trainer.finite & ~uncentered(settings.correction, terms), token_loss, torch.nan)
     scaled = live(terms.scale.to(dtype), token_loss)
     results = pack(token_loss, correction, coef, trainer)
     results = results.new_zeros(results.shape[0], size).index_copy_(1, rows, results)
@@ -80,7 +80,7 @@ def _align(
     nnz = 0 if candidates is None else candidates.ids.numel()
     if candidate_logprobs is None:
         if nnz and center:
-            raise ValueError("a centred loss needs candidate_logprobs, log p of the record's candidate ids")
+            raise ValueError("a centered loss needs candidate_logprobs, log p of the record's candidate ids")
         return like.new_full((nnz,), torch.nan)
     if candidate_logprobs.shape != (nnz,) or not candidate_logprobs.dtype.is_floating_point:
         got = f"{candidate_logprobs.dtype} {tuple(candidate_logprobs.shape)}"
@@ -121,13 +121,13 @@ def _check_trainer(trainer: TrainerLogprobs, terms: Terms, rows: Tensor, sequenc
 def _candidate_checks(trainer: TrainerLogprobs, terms: Terms, candidates: CandidateSet) -> list[Check]:
     logp, owner = trainer.candidates, candidates.rows
     mass = segment_sum(logp.double().exp(), candidates.offsets)
-    remedy = "Renormalise p over the set, as selected_logprobs does, or mark the row as a head."
+    remedy = "Renormalize p over the set, as selected_logprobs does, or mark the row as a head."
     off_one = candidates.complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
     problem = "the trainer's probabilities of a complete set do not sum to 1"
     checks = [Check(off_one, "candidate_logprobs", mass, problem, remedy)]
     above = mass > 1.0 + HEAD_MASS_ABOVE_ONE
     problem = "the trainer's probabilities of a head sum to more than 1"
-    checks.append(Check(above, "candidate_logprobs", mass, problem, "Normalise over the vocabulary."))
+    checks.append(Check(above, "candidate_logprobs", mass, problem, "Normalize over the vocabulary."))
     own = trainer.token[owner]
     differs = (candidates.ids == terms.tokens[owner]) & ((logp - own).abs() > _SAME_LOGP * (1.0 + own.abs()))
     problem = "the sampled token's log-prob differs from its entry in candidate_logprobs"

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from .errors import RecordError
-from .record import SamplerRecord
-from .validation import as_mask
+from .records.errors import RecordError
+from .records.record import SamplerRecord
+from .records.validation import as_mask
 
 
 def geometric_mean(
@@ -25,7 +25,7 @@ def geometric_mean(
     """Keep where exp(mean log r) lies in ``[low, high]``, inclusive. The ratio of GSPO, as a mask.
 
     Args:
-        log_ratio: log p − log q of each token, ``[T]``, nats (``out.tokens.log_ratio``).
+        log_ratio: log p − log q of each token, ``[T]``, nats (``out.diagnostics.log_ratio``).
         sequence_ids: int ``[T]``, ≥ 0 on trained tokens; need not be contiguous.
         loss_mask: bool or {0, 1} ``[T]``, or None for all tokens.
         low, high: 0 ≤ low ≤ high; 0 and inf open a side.

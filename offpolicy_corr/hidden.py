@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from . import backend
 from .autograd import Held, at_unit_scale, scaled_loss, wants_gradient
-from .dense import Job
+from .lm_head_on_supports import visit_supports
 from .result import FIELDS
-from .softmax import compute_dtype
-from .sparse_head import visit_supports
+from .row_passes import compute_dtype
+from .torch_loss import Job
 
 _ROWS = 2048  # fewer starve the matrix products and repeat the pass over the weight's fp32 gradient
 _LOGITS_ON_CPU = 2**24  # elements of a chunk's logits

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends
-from .candidates import CandidateSet
-from .pair import Saved, Selection
-from .plan import refuse_capture
-from .record import SamplerRecord
-from .terms import Terms
-from .validation import as_mask, check_lengths, check_record
+from .loss_inputs import Terms
+from .prepare import refuse_capture
+from .records.candidates import CandidateSet
+from .records.record import SamplerRecord
+from .records.validation import as_mask, check_lengths, check_record
+from .torch_logprobs import Saved, Selection
 from .vocab_parallel import VocabShard
 
 
@@ -83,7 +83,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, selection: Selection, chosen: str, copy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
-            logp, candidate_logp, entropy, saved = backends.pair(chosen).forward(logits.detach(), selection)
+            logp, candidate_logp, entropy, saved = backends.logprob_passes(chosen).forward(
+                logits.detach(), selection
+            )
         # autograd notices writes to what is saved, unless it is a copy that nobody else has
         ctx.save_for_backward(logits.detach().clone() if copy else logits, *saved)
         ctx.selection, ctx.chosen = selection, chosen
@@ -102,7 +104,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         if on_candidates is None:
             on_candidates = saved.entropy.new_zeros(selection.candidates)
         with torch.autocast(logits.device.type, enabled=False):
-            gradient = backends.pair(ctx.chosen).backward(
+            gradient = backends.logprob_passes(ctx.chosen).backward(
                 logits.detach(), selection, saved, (on_token, on_candidates, on_entropy)
             )
         return gradient, None, None, None

@@ -9,8 +9,8 @@ from .autograd import LossFromLogits, wants_gradient
 from .correction import Correction
 from .from_logprobs import loss_from_logprobs
 from .hidden import LMHead, loss_from_hidden
-from .plan import LossOptions, prepare
-from .record import SamplerRecord
+from .prepare import LossOptions, prepare
+from .records.record import SamplerRecord
 from .result import PolicyLoss
 from .vocab_parallel import VocabShard
 

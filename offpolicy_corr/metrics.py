@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from .record import SamplerRecord
+from .records.record import SamplerRecord
+from .records.validation import as_mask
 from .result import TokenDiagnostics
-from .validation import as_mask
 from .weights import MaskedIS, WeightRule
 
 _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
@@ -36,14 +36,14 @@ def summarize(
     - ``entropy``; ``sampler_head_mass``, ``trainer_head_mass`` (means over rows with a head).
     - ``tail_ratio_p50``, ``_p99``, ``_max`` and ``tail_ratio_of_sums`` = Σ(1−Q_H)/Σ(1−P_H): a mean of ratios would
       be made by a handful of tokens.
-    - ``certificate``: mean bound on the drift that the modelled tail leaves, times |advantage| where
+    - ``certificate``: mean bound on the drift that the modeled tail leaves, times |advantage| where
       ``advantages`` ``[T]`` are given, for ``rule`` (default `MaskedIS`).
     - ``advantage_abs``: mean |advantage|, where given.
 
     A key is NaN where nothing can be said: no trained token, no recorded log-prob, no head.
 
     Args:
-        tokens: ``out.tokens`` of a loss.
+        tokens: ``out.diagnostics`` of a loss.
         record: the record it was computed from.
         loss_mask: the same mask as in the loss.
 
@@ -81,7 +81,7 @@ def _columns(
     band: tuple[float, float],
     rule: WeightRule,
 ) -> dict[str, Tensor]:
-    """Everything that is summarised, as fp64 ``[T]``."""
+    """Everything that is summarized, as fp64 ``[T]``."""
     log_ratio = tokens.log_ratio.double()
     low, high = (math.log(bound) if bound > 0 else -math.inf for bound in band)
     outside = ((log_ratio < low) | (log_ratio > high)).double()

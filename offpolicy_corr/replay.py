@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .candidates import CandidateSet
-from .segments import segment_logsumexp, segment_sum
-from .softmax import RowStats
+from .csr import segment_logsumexp, segment_sum
+from .records.candidates import CandidateSet
+from .row_passes import RowStats
 
 
 @dataclass(frozen=True, eq=False)

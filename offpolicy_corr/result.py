@@ -17,7 +17,7 @@ FIELDS = (
     "log_ratio",
     "weight",
     "entropy",
-    "correction",
+    "centering_term",
     "sampler_head_mass",
     "trainer_head_mass",
     "tail_ratio",
@@ -34,7 +34,7 @@ class TokenDiagnostics:
         weight: f(r_y).
         kept: ``weight > 0``.
         entropy: of the distribution the loss uses, nats.
-        correction: Σ_H c_v log p_v, without the advantage; 0 without centering or candidates.
+        centering_term: Σ_H c_v log p_v, without the advantage; 0 without centering or candidates.
         sampler_head_mass: Q_H; 1 on complete rows; NaN without candidates.
         trainer_head_mass: P_H, on complete rows the full-vocabulary mass of the support; NaN where not known.
         tail_ratio: ρ; 1 on complete rows; NaN without candidates.
@@ -45,7 +45,7 @@ class TokenDiagnostics:
     weight: Tensor
     kept: Tensor
     entropy: Tensor
-    correction: Tensor
+    centering_term: Tensor
     sampler_head_mass: Tensor
     trainer_head_mass: Tensor
     tail_ratio: Tensor
@@ -53,14 +53,14 @@ class TokenDiagnostics:
 
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
-    """``loss``: a scalar with a graph, or ``[T]`` with ``reduction="none"``. ``tokens``: the diagnostics.
+    """``loss``: a scalar with a graph, or ``[T]`` with ``reduction="none"``. ``diagnostics``: per token.
 
-    The value of a centred loss is not comparable between runs: with a head that covers the vocabulary, the tail
+    The value of a centered loss is not comparable between runs: with a head that covers the vocabulary, the tail
     scale moves it and leaves the gradient alone. Watch the diagnostics instead.
     """
 
     loss: Tensor
-    tokens: TokenDiagnostics
+    diagnostics: TokenDiagnostics
 
 
 def pack(loss: Tensor, correction: Tensor, coef: Coefficients, trainer: TrainerLogprobs) -> Tensor:
@@ -117,7 +117,7 @@ def check_finite(results: Tensor, trained: Tensor | None, scale: Tensor, sequenc
     elif bool(named["logprobs"][token].isinf()):
         reason = "the sampled token's logit is −inf and its weight is not 0"
         remedy = "The trainer masks an id that the sampler drew: align their vocabularies"
-    elif not bool(named["correction"][token].isfinite()):
+    elif not bool(named["centering_term"][token].isfinite()):
         reason = "a candidate's logit is −inf and its coefficient is not 0"
         remedy = "The trainer masks an id that the sampler could draw: align their vocabularies"
     else:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .softmax import RowStats
-from .terms import Terms
+from .loss_inputs import Terms
+from .row_passes import RowStats
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ PPOClip(lo, hi)        r·1[keep(r)]               p·1[keep(p/q)]      1[keep(1
 =====================  =========================  ==================  =========================
 
 ``drift_bound`` is the largest L1 norm, per unit of advantage, of the drift that remains when everything but a
-recorded head is modelled (see `CandidateSet.certificate`).
+recorded head is modeled (see `CandidateSet.certificate`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 HEAD = SamplerSpec(engine="sglang", logprobs="temperature", temperature=0.8, vocab_size=100, group="h100")
 SUPPORT = SamplerSpec(engine="sglang", logprobs="support", temperature=0.8, top_p=0.95, top_k=8, group="h100")

@@ -9,8 +9,8 @@ from offpolicy_corr.integrations import sglang
 
 import offpolicy_corr as oc
 from answers import HEAD
-from offpolicy_corr.assembly import Turn
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.assembly import Turn
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 
 def generate(response: Any, spec: SamplerSpec = HEAD, **options: Any) -> Any:

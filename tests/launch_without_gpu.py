@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from offpolicy_corr.benchmarks.cases import make_case
-from offpolicy_corr.kernels.scale import scale_
+from offpolicy_corr.kernels.rescale import scale_
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 

@@ -329,10 +329,10 @@ def loss_function(
     if state.cp.size > 1 and args.allgather_cp:
         loss = loss + 0 * logits.sum(dtype=torch.float32)
     tokens = sum(m.sum().clamp(min=1) for m in batch["loss_masks"])
-    normaliser = num_rollouts or args.global_batch_size
+    normalizer = num_rollouts or args.global_batch_size
     if not args.calculate_per_token_loss:
         parallel = state.intra_dp_cp.size * num_microbatches if megatron else state.intra_dp.size
-        loss = loss / normaliser * parallel
+        loss = loss / normalizer * parallel
     elif megatron:
         loss = loss * state.cp.size
     count = tokens if args.calculate_per_token_loss else len(batch["response_lengths"])

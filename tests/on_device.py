@@ -68,8 +68,8 @@ def assert_same(
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(gradient.double(), expected, **close)
     torch.testing.assert_close(ours.loss.double(), exact.loss, **close)
-    for name, values in vars(exact.tokens).items():
-        got = getattr(ours.tokens, name).to(values.dtype)
+    for name, values in vars(exact.diagnostics).items():
+        got = getattr(ours.diagnostics, name).to(values.dtype)
         # ρ divides by the trainer's tail, which is good to 1e-7 of the row
         loose = {"rtol": 1e-3, "atol": 1e-5} if name == "tail_ratio" else close
         torch.testing.assert_close(got, values, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}", **loose)

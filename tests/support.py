@@ -105,7 +105,7 @@ class Problem:
         logq = self.log_sampler.gather(1, tokens[:, None]).squeeze(1)
         return oc.SamplerRecord(tokens, logq, self.candidates, self.temperature)
 
-    def modelled_sampler(self, floor: float = 1e-6) -> Tensor:
+    def modeled_sampler(self, floor: float = 1e-6) -> Tensor:
         """q̂ ``[T, V]``: q on the candidates, the trainer's probabilities rescaled to q's tail elsewhere."""
         heat = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
         p = (self.logits.double() / heat).softmax(1)

@@ -11,9 +11,9 @@ from offpolicy_corr.integrations.sglang import read_turns
 
 import offpolicy_corr as oc
 from answers import good_sglang
-from offpolicy_corr.assembly import Turn, assemble, group_advantages, pack
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.versions import versions_of_calls
+from offpolicy_corr.records.assembly import Turn, assemble, group_advantages, pack
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.weight_versions import versions_of_calls
 
 FP8 = SamplerSpec(engine="vllm", logprobs="processed", temperature=1.0, group="h100-fp8", vocab_size=100)
 FP4 = SamplerSpec(engine="vllm", logprobs="processed", temperature=0.7, group="b200-nvfp4", vocab_size=100)
@@ -102,7 +102,7 @@ def test_readers_answers_can_be_assembled_with_missing_values_masked() -> None:
     first = read_turns(good_sglang(), spec, prompt=[1, 2])
     second = good_sglang()
     second["meta_info"]["output_token_logprobs"][1][0] = None
-    with pytest.warns(oc.statistics.RecordWarning):
+    with pytest.warns(oc.RecordWarning):
         after = read_turns(second, spec, prompt=[1, 2, 5, 6, 7, 40], on_missing="mask")
     whole = assemble([*first, *after])
     assert whole.loss_mask.int().tolist() == [0, 0, 1, 1, 1, 0, 1, 0, 1] and whole.missing == 1
@@ -147,7 +147,7 @@ def test_one_version_a_call_spreads_over_its_tokens() -> None:
     assert versions.tolist() == [0, -1] and names == ("a",)
 
 
-def test_group_advantages_are_centred_and_scaled_within_each_prompt() -> None:
+def test_group_advantages_are_centered_and_scaled_within_each_prompt() -> None:
     rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0]), torch.tensor([7, 9, 7, 3, 9])
     assert group_advantages(rewards, prompts).tolist() == pytest.approx([1, -1, -1, 0, 1])
     with pytest.raises(ValueError, match="must match"):

@@ -133,9 +133,9 @@ def test_weights_that_do_not_divide_into_blocks_are_refused() -> None:
         quantize.fp8_block(torch.zeros(32, 48))
 
 
-def test_matrices_are_quantised_and_norms_are_not() -> None:
+def test_matrices_are_quantized_and_norms_are_not() -> None:
     trainer, sampler = small_model(), small_model(1, torch.bfloat16)
-    quantize.load_quantised(sampler, dict(trainer.named_parameters()), "NVFP4")
+    quantize.load_quantized(sampler, dict(trainer.named_parameters()), "NVFP4")
     for (name, mine), theirs in zip(sampler.named_parameters(), trainer.parameters(), strict=True):
         assert torch.equal(mine, theirs.to(torch.bfloat16)) == ("norm" in name), name
 

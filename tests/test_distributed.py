@@ -67,8 +67,8 @@ def _losses(rank: int, ranks: int) -> None:
                     gradient, expected[:, rank * width : (rank + 1) * width], atol=1e-12, rtol=1e-10
                 )
                 torch.testing.assert_close(out.loss, whole.loss, atol=1e-12, rtol=1e-10)
-                for name, values in vars(out.tokens).items():
-                    torch.testing.assert_close(values, getattr(whole.tokens, name), equal_nan=True)
+                for name, values in vars(out.diagnostics).items():
+                    torch.testing.assert_close(values, getattr(whole.diagnostics, name), equal_nan=True)
 
 
 def _logprobs_and_hidden(rank: int, ranks: int) -> None:

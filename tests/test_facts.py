@@ -48,11 +48,11 @@ def expected_gradient(
 
 @settings(max_examples=40)
 @given(rule=rules, kind=kinds, seed=seeds, sign=signs, entrance=entrances, k=st.integers(1, 7))
-def test_a_constant_reward_moves_nothing_under_the_modelled_sampler(
+def test_a_constant_reward_moves_nothing_under_the_modeled_sampler(
     rule: oc.WeightRule, kind: str, seed: int, sign: float, entrance: str, k: int
 ) -> None:
     problem = Problem(size=4, vocab=7, kind=kind, seed=seed, k=k)
-    sampler = problem.modelled_sampler()
+    sampler = problem.modeled_sampler()
     assume((sampler.sum(1) - 1).abs().max() < 1e-12)  # a floor that binds takes mass out of the model's tail
     drift = expected_gradient(problem, sampler, entrance, sign, oc.Correction(rule))
     torch.testing.assert_close(drift, torch.zeros_like(drift), atol=1e-9, rtol=0)
@@ -128,10 +128,10 @@ def test_all_entrances_agree(rule: oc.WeightRule, kind: str, seed: int, center: 
         )
         torch.testing.assert_close(theirs, gradient, atol=1e-10, rtol=1e-8)
         torch.testing.assert_close(other.loss, first.loss, atol=1e-10, rtol=1e-8)
-        for name in ("logprobs", "log_ratio", "weight", "kept", "entropy", "correction", "tail_ratio"):
+        for name in ("logprobs", "log_ratio", "weight", "kept", "entropy", "centering_term", "tail_ratio"):
             torch.testing.assert_close(
-                getattr(other.tokens, name),
-                getattr(first.tokens, name),
+                getattr(other.diagnostics, name),
+                getattr(first.diagnostics, name),
                 equal_nan=True,
                 atol=1e-10,
                 rtol=1e-8,
@@ -174,7 +174,7 @@ def test_a_masked_out_token_still_contributes_its_centering_and_stays_in_the_den
     tokens = torch.tensor([2, 1])  # ratios 1/3 (outside [0.5, 5]) and 1
     record = oc.SamplerRecord(tokens, q.log()[tokens], candidates)
     out, gradient = gradient_through("logits", logits, record, torch.ones(2))
-    assert out.tokens.kept.tolist() == [False, True]
+    assert out.diagnostics.kept.tolist() == [False, True]
     expected = torch.tensor([[1 / 12, 1 / 18, -5 / 36], [7 / 12, -11 / 18, 1 / 36]]).double() / 2
     torch.testing.assert_close(gradient, expected)
 
@@ -208,7 +208,7 @@ def test_gradcheck(rule: oc.WeightRule, kind: str) -> None:
     problem = Problem(size=3, vocab=6, kind=kind, seed=11, k=3, temperature=0.7)
     record = problem.record()
     frozen = oc.policy_loss(problem.logits, record, problem.advantages[:3], correction=oc.Correction(rule))
-    weight = frozen.tokens.weight
+    weight = frozen.diagnostics.weight
 
     def loss(logits: Tensor) -> Tensor:
         logp, candidate_logp, entropy = oc.selected_logprobs(logits, record.tokens, record.candidates, 0.7)
@@ -217,12 +217,12 @@ def test_gradcheck(rule: oc.WeightRule, kind: str) -> None:
         base = oc.selected_logprobs(problem.logits, record.tokens, record.candidates, 0.7)[1]
         advantages = problem.advantages[:3]
         weighted = rule.weighted_prob(base, problem.candidates.logprobs, advantages[rows])
-        tail_ratio = frozen.tokens.tail_ratio
+        tail_ratio = frozen.diagnostics.tail_ratio
         alpha = rule.tail_scale(tail_ratio, advantages).masked_fill(problem.complete, 0.0)
         coefficient = weighted - alpha[rows] * base.exp()
         assert q.shape == coefficient.shape
-        centring = torch.zeros_like(logp).index_add(0, rows, coefficient * candidate_logp)
-        return (-advantages * (weight * logp - centring) - 0.1 * entropy).mean()
+        centering = torch.zeros_like(logp).index_add(0, rows, coefficient * candidate_logp)
+        return (-advantages * (weight * logp - centering) - 0.1 * entropy).mean()
 
     leaf = problem.logits.clone().requires_grad_()
     assert torch.autograd.gradcheck(loss, leaf, atol=1e-7)

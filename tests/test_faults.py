@@ -16,11 +16,11 @@ import offpolicy_corr as oc
 import test_faults_accepted
 from answers import FILTERED, HEAD, PLAIN, SLIME, SUPPORT, log
 from faults import generate, record, support, turns
-from offpolicy_corr.assembly import assemble, prompt_ids
-from offpolicy_corr.spec import SamplerSpec, check_fleet
-from offpolicy_corr.statistics import inspect
-from offpolicy_corr.transport import from_fields
-from offpolicy_corr.versions import versions_of_calls
+from offpolicy_corr.records.assembly import assemble, prompt_ids
+from offpolicy_corr.records.inspection import inspect
+from offpolicy_corr.records.rollout_fields import from_fields
+from offpolicy_corr.records.sampler_spec import SamplerSpec, check_fleet
+from offpolicy_corr.records.weight_versions import versions_of_calls
 
 MINUS_MAX = -3.4028234663852886e38
 
@@ -218,16 +218,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str | None, int | None]] = {
         lambda: generate(answers.sglang([5], [-0.1], [[[-0.1, 5, None], [-5.0, -1, None]]])),
         "outside [0, 100)", "candidates.ids", 0,
     ),
-    "47 tokenised again, other length": (
+    "47 tokenized again, other length": (
         lambda: generate(answers.sglang([12], [-0.1, -0.2])), "2 values for 1 tokens", "output_token_logprobs", 1,
     ),
-    "47 tokenised again, same length": (
+    "47 tokenized again, same length": (
         lambda: vllm.read_json(
             answers.vllm_generate([12, 13], [[(12, -0.1, 1)], [(31, -0.2, 1)]]), PLAIN
         ),
-        "tokenised again", "logprobs", 1,
+        "tokenized again", "logprobs", 1,
     ),
-    "47 context tokenised again": (
+    "47 context tokenized again": (
         lambda: assemble(turns(([1, 2], [3, 4], A), ([1, 2, 34, 5], [6], A))),
         "does not continue", "turns[1].prompt", 2,
     ),

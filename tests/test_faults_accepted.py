@@ -15,11 +15,11 @@ import answers
 import offpolicy_corr as oc
 from answers import HEAD, PLAIN, SLIME, SUPPORT, log
 from faults import generate, record, support, turns
-from offpolicy_corr.assembly import assemble, group_advantages, prompt_ids
-from offpolicy_corr.missing import missing_tokens
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.statistics import RecordWarning, find_unwitnessed_zeros, inspect
-from offpolicy_corr.versions import versions_from_spans
+from offpolicy_corr.records.assembly import assemble, group_advantages, prompt_ids
+from offpolicy_corr.records.inspection import RecordWarning, find_unwitnessed_zeros, inspect
+from offpolicy_corr.records.missing import missing_tokens
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.weight_versions import versions_from_spans
 
 MINUS_MAX = -3.4028234663852886e38
 CUT_SUPPORT = answers.sglang_support(
@@ -175,7 +175,7 @@ def test_54_55_masked_tokens_reach_nothing(garbage: float) -> None:
     kept = torch.tensor([0, 2])
     alone = oc.policy_loss(logits[kept], ours.select(kept), torch.ones(2), **options)
     assert out.loss == alone.loss
-    both = [oc.metrics.summarize(o.tokens, r, loss_mask=m) for o, r, m in
+    both = [oc.metrics.summarize(o.diagnostics, r, loss_mask=m) for o, r, m in
             ((out, ours, mask), (alone, ours.select(kept), None))]  # fmt: skip
     assert both[0] == pytest.approx(both[1], nan_ok=True)
 
@@ -228,7 +228,7 @@ def test_63_default_version_is_carried_as_undeclared() -> None:
 def test_69_explicit_prompt_ids_take_groups_of_any_size() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 4.0, 2.0, 0.0, 2.0, 1.0, 1.0, 1.0])
     prompts = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
-    advantages = group_advantages(rewards, prompts, normalise=False)
+    advantages = group_advantages(rewards, prompts, normalize=False)
     assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5, 2, 0, -2, 0.75, -0.25, -0.25, -0.25])
     assert prompt_ids(8, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 

@@ -67,7 +67,7 @@ def test_fault_11_rows_beyond_two_to_the_31_elements() -> None:
     expected = oc.policy_loss(logits[-1:].clone(), tail, torch.ones(1, device="cuda"), **options)
     leaf = logits.requires_grad_()
     out = oc.policy_loss(leaf, record, torch.ones(rows, device="cuda"), inplace=True, **options)
-    assert torch.equal(out.tokens.logprobs[-1:], expected.tokens.logprobs)
+    assert torch.equal(out.diagnostics.logprobs[-1:], expected.diagnostics.logprobs)
 
 
 @pytest.mark.parametrize("entrance", ["loss", "pair"])

@@ -116,11 +116,11 @@ def test_bad_arguments() -> None:
     assert guards.product(torch.zeros(0), IDS[:0], None, 0.5, 2.0).shape == (0,)
 
 
-def test_a_guard_composes_with_a_centred_loss() -> None:
+def test_a_guard_composes_with_a_centered_loss() -> None:
     problem = Problem(seed=5)
     ids = torch.tensor([0, 0, 1, 1, 2, 2])
     first = oc.policy_loss(problem.logits, problem.record(), problem.advantages)
-    keep = guards.geometric_mean(first.tokens.log_ratio, ids, None, 0.7, 1.5)
+    keep = guards.geometric_mean(first.diagnostics.log_ratio, ids, None, 0.7, 1.5)
     assert keep.any() and not keep.all()
     _, gradient = gradient_through(
         "logits", problem.logits, problem.record(), problem.advantages, sequence_ids=ids, sequence_keep=keep

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offpolicy_corr as oc
-from offpolicy_corr import dense, hidden
+from offpolicy_corr import hidden, torch_loss
 from support import ENTRANCES, RULES, Problem, gradient_through
 
 rules = st.sampled_from(RULES)
@@ -71,9 +71,9 @@ def test_masked_positions_may_hold_anything(
     torch.testing.assert_close(gradient[trained], expected, atol=1e-12, rtol=1e-12)
     loss = out.loss[trained] if out.loss.dim() else out.loss
     torch.testing.assert_close(loss, clean.loss, atol=1e-12, rtol=1e-12)
-    for name, values in vars(out.tokens).items():
+    for name, values in vars(out.diagnostics).items():
         assert (values[~trained] == 0).all(), name
-        torch.testing.assert_close(values[trained], getattr(clean.tokens, name), equal_nan=True)
+        torch.testing.assert_close(values[trained], getattr(clean.diagnostics, name), equal_nan=True)
 
 
 @settings(max_examples=40)
@@ -128,10 +128,10 @@ def test_chunk_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, b
         entrance, problem.logits, problem.record(), problem.advantages, loss_mask=mask, entropy_coef=0.1
     )
     expected = {entrance: call(entrance) for entrance in ENTRANCES}
-    monkeypatch.setattr(dense, "_BLOCK_ON_CPU", block)
-    monkeypatch.setattr(dense, "_TILE_ON_CPU", tile)
+    monkeypatch.setattr(torch_loss, "_BLOCK_ON_CPU", block)
+    monkeypatch.setattr(torch_loss, "_TILE_ON_CPU", tile)
     monkeypatch.setattr(hidden, "_LOGITS_ON_CPU", block)
-    monkeypatch.setattr("offpolicy_corr.sparse_head._GATHERED", block)
+    monkeypatch.setattr("offpolicy_corr.lm_head_on_supports._GATHERED", block)
     for entrance, (out, gradient) in expected.items():
         again, same = call(entrance)
         torch.testing.assert_close(same, gradient, atol=1e-13, rtol=1e-12)

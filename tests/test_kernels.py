@@ -39,18 +39,20 @@ def test_vector(case: dict[str, Any]) -> None:
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(gradient[0].cpu(), torch.tensor(expected["grad"]), **close)
     # the tail mass is a difference, good to a rounding of the whole: the gradient does not notice, the value of a
-    # centred loss does where α, whose error is then ρ · rounding / tail, multiplies Σ p log p over the head
+    # centered loss does where α, whose error is then ρ · rounding / tail, multiplies Σ p log p over the head
     slack = tolerance
     if case["center"] and not case["complete"]:
-        tokens = out.tokens
+        tokens = out.diagnostics
         tail = max(1.0 - tokens.trainer_head_mass[0].item(), 1e-6)
         slack += 3e-7 * abs(case["advantage"]) * (tokens.tail_ratio * tokens.entropy)[0].item() / tail
     assert out.loss.item() == pytest.approx(expected["loss"], rel=tolerance, abs=slack)
-    assert out.tokens.logprobs[0].item() == pytest.approx(expected["logprob"], rel=tolerance, abs=tolerance)
-    assert out.tokens.weight[0].item() == pytest.approx(expected["weight"], rel=tolerance, abs=tolerance)
+    assert out.diagnostics.logprobs[0].item() == pytest.approx(
+        expected["logprob"], rel=tolerance, abs=tolerance
+    )
+    assert out.diagnostics.weight[0].item() == pytest.approx(expected["weight"], rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("center", [True, False], ids=["centred", "plain"])
+@pytest.mark.parametrize("center", [True, False], ids=["centered", "plain"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_every_rule_on_heads_and_supports(small_tiles: None, rule: oc.WeightRule, center: bool) -> None:
     problem = Problem(size=8, vocab=75, kind="mixed", seed=3, k=9)
@@ -75,7 +77,7 @@ def test_every_rule_on_heads_and_supports(small_tiles: None, rule: oc.WeightRule
     ],
     ids=str,
 )
-def test_regularisers_and_reductions(small_tiles: None, kind: str, options: dict[str, Any]) -> None:
+def test_regularizers_and_reductions(small_tiles: None, kind: str, options: dict[str, Any]) -> None:
     problem = Problem(size=6, vocab=40, kind=kind, seed=11, k=6)
     if "kl_coef" in options:
         options = options | {"ref_logprobs": -3.0 * torch.rand(6)}
@@ -108,7 +110,7 @@ def test_a_dropped_row_is_silent_even_where_its_logits_are_not_numbers(entropy_c
     assert gradient.isfinite().all() and (gradient[2:] == 0).all() and (gradient[:2] != 0).any()
 
 
-def test_a_centred_row_without_candidates_has_no_loss() -> None:
+def test_a_centered_row_without_candidates_has_no_loss() -> None:
     problem = Problem(size=2, vocab=40, kind="head", seed=12, k=6)
     candidates = replace(
         problem.candidates, ids=problem.candidates.ids[:6], logprobs=problem.candidates.logprobs[:6]

@@ -226,7 +226,7 @@ def test_a_peer_that_is_not_installed_is_told_from_one_that_lacks_something() ->
         peers._installed("torch.no_such_part", "torch")
 
 
-def test_static_figures_are_labelled_as_predicted(tmp_path: Path) -> None:
+def test_static_figures_are_labeled_as_predicted(tmp_path: Path) -> None:
     file = tmp_path / "static.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "offpolicy_corr.benchmarks.kernels", "--static", "--json", str(file)]

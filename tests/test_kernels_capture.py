@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offpolicy_corr as oc
 from fake_cuda import NoTransfers, allow_fake_devices, fake_cuda, gradients
 from offpolicy_corr import hidden
-from offpolicy_corr.dense import Job
-from offpolicy_corr.terms import Settings, Terms
+from offpolicy_corr.loss_inputs import Settings, Terms
+from offpolicy_corr.torch_loss import Job
 from offpolicy_corr.vocab_parallel import VocabShard
 from on_device import MARKS
 from support import RULES
@@ -66,8 +66,8 @@ def loss_and_gradient(z: Tensor, kind: str, temperature: bool = False, **options
 def test_fault_19_every_rule_on_every_kind_of_record(
     rule: oc.WeightRule, kind: str, masked: bool, inplace: bool
 ) -> None:
-    centres = (True, False) if kind not in ("none", "ids alone") else (False,)
-    for center in centres:
+    centers = (True, False) if kind not in ("none", "ids alone") else (False,)
+    for center in centers:
         loss_and_gradient(
             logits(), kind, temperature=masked, inplace=inplace, correction=oc.Correction(rule, center=center),
             loss_mask=like(True, T) if masked else None,

@@ -55,7 +55,7 @@ def assert_compiles(
 
 def loss_step(source: Tensor, record: oc.SamplerRecord, advantages: Tensor, **options: Any) -> Tensor:
     out = oc.policy_loss(source * 2.0, record, advantages, backend="triton", validate=False, **options)
-    return 3.0 * out.loss.sum() + 0.0 * out.tokens.weight.sum()
+    return 3.0 * out.loss.sum() + 0.0 * out.diagnostics.weight.sum()
 
 
 def pair_step(source: Tensor, record: oc.SamplerRecord, entropy: bool = True) -> Tensor:
@@ -123,7 +123,7 @@ def test_checkpointed_steps_give_the_same_gradient(setting: Any, reentrant: bool
 
 def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
     """Schema, aliasing, fake implementation."""
-    from offpolicy_corr.kernels import loss, pair, scale, shards
+    from offpolicy_corr.kernels import rescale, triton_logprobs, triton_loss, vocab_parallel
 
     logits, record, advantages = setting
     candidates, size = record.candidates, 5
@@ -137,20 +137,22 @@ def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
         candidates.complete, torch.full((size,), 0.1, device=DEVICE), None, 40, 0,
         [1e-6, 0.0, 0.0, 0.5, 5.0, -0.7, 1.6, 0.2, 2.0], 3, 0, True, False,
     )  # fmt: skip
-    torch.library.opcheck(loss._LOSS, arguments, test_utils=checks)
+    torch.library.opcheck(triton_loss._LOSS, arguments, test_utils=checks)
     arguments = (logits, record.tokens, None, heat, candidates.ids, candidates.offsets, None, 40, 0, 0.0)
-    torch.library.opcheck(shards._STATISTICS, arguments, test_utils=checks)
+    torch.library.opcheck(vocab_parallel._STATISTICS, arguments, test_utils=checks)
     arguments = (
         logits, torch.empty_like(logits), record.tokens, None, heat, heat, heat, heat, candidates.ids,
         candidates.offsets, shifted.zero_(), heat, listed, 40, 0,
     )  # fmt: skip
-    torch.library.opcheck(pair._GRADIENT, arguments, test_utils=checks)
-    torch.library.opcheck(scale._SCALE, (logits.clone(), torch.tensor(2.0, device=DEVICE)), test_utils=checks)
+    torch.library.opcheck(triton_logprobs._GRADIENT, arguments, test_utils=checks)
+    torch.library.opcheck(
+        rescale._SCALE, (logits.clone(), torch.tensor(2.0, device=DEVICE)), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (5,), "expanded"])
 def test_held_gradients_are_scaled_on_the_device(setting: Any, shape: Any) -> None:
-    from offpolicy_corr.kernels.scale import scale_
+    from offpolicy_corr.kernels.rescale import scale_
 
     logits, _, _ = setting
     expanded = torch.full((1,), 3.0, device=DEVICE).expand(5)

@@ -65,7 +65,7 @@ def test_fault_1_large_negative_numbers_mask_as_minus_infinity_does(mask: float,
         assert_same(logits, record, torch.ones(2), **options)
 
 
-def test_fault_2_a_row_with_no_finite_logit_is_named_and_its_neighbour_untouched() -> None:
+def test_fault_2_a_row_with_no_finite_logit_is_named_and_its_neighbor_untouched() -> None:
     logits = randn(2, 300)
     logits[0] = -torch.inf
     record = moved(rows(logits, [5, 6]))
@@ -203,14 +203,14 @@ def test_fault_9_rows_are_on_the_one_axis_of_a_grid_that_takes_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others end at 65,535."""
-    from offpolicy_corr.kernels import loss, pair, scale, shards
+    from offpolicy_corr.kernels import rescale, triton_logprobs, triton_loss, vocab_parallel
 
     grids, size = Grids(), 65_536
     launches = (
-        (loss, "fused_loss"),
-        (pair, "row_gradient"),
-        (scale, "scale_rows"),
-        (shards, "row_statistics"),
+        (triton_loss, "fused_loss"),
+        (triton_logprobs, "row_gradient"),
+        (rescale, "scale_rows"),
+        (vocab_parallel, "row_statistics"),
     )
     for module, name in launches:
         monkeypatch.setattr(module, name, grids)
@@ -222,7 +222,7 @@ def test_fault_9_rows_are_on_the_one_axis_of_a_grid_that_takes_them_all(
         logits, record, torch.ones(size, device=DEVICE), correction=oc.Correction.from_name("is"), **options
     )
     oc.selected_logprobs(logits, tokens, **options)[0].sum().backward()
-    scale.scale_(logits.detach(), torch.ones(size, device=DEVICE))
+    rescale.scale_(logits.detach(), torch.ones(size, device=DEVICE))
     assert grids.seen == [(size,)] * len(launches)
 
 
@@ -387,14 +387,14 @@ def test_poison_reaches_nothing_and_nothing_outside_is_touched(garbage: float) -
     outside = torch.ones_like(room, dtype=torch.bool)
     outside[1:5, 20:320] = False
     assert (room[outside] == canary).all()
-    for name, values in vars(out.tokens).items():
+    for name, values in vars(out.diagnostics).items():
         assert (values[~mask.to(DEVICE)] == 0).all(), name
 
 
 def test_poisoned_buffers_are_written_everywhere() -> None:
     from offpolicy_corr.correction import Correction
-    from offpolicy_corr.dense import Job
-    from offpolicy_corr.terms import Settings, Terms
+    from offpolicy_corr.loss_inputs import Settings, Terms
+    from offpolicy_corr.torch_loss import Job
     from offpolicy_corr.vocab_parallel import VocabShard
 
     problem = Problem(size=4, vocab=300, kind="mixed", seed=5)

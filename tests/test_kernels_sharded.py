@@ -59,9 +59,9 @@ def results(
         found += [
             leaf.grad,
             out.loss.detach()[None],
-            out.tokens.logprobs,
-            out.tokens.entropy,
-            out.tokens.trainer_head_mass,
+            out.diagnostics.logprobs,
+            out.diagnostics.entropy,
+            out.diagnostics.trainer_head_mass,
         ]
     leaf = logits.clone().requires_grad_()
     logp, candidate_logp, entropy = oc.selected_logprobs(
@@ -177,10 +177,10 @@ def assert_shards_agree(
     for out, _ in found:
         assert torch.equal(out.loss, found[0][0].loss)  # replicated
         torch.testing.assert_close(out.loss.detach().double(), exact.loss.detach(), **close)
-        for name, values in vars(exact.tokens).items():
+        for name, values in vars(exact.diagnostics).items():
             if name == "tail_ratio" and logits.dtype == torch.float32:
                 continue  # divides by the trainer's tail, which is good to 1e-7 of the row
-            got = getattr(out.tokens, name)
+            got = getattr(out.diagnostics, name)
             torch.testing.assert_close(
                 got.to(values.dtype), values, **close, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -207,8 +207,8 @@ def test_every_rule_on_every_kind_of_record(
 ) -> None:
     """Four shards of 13: the vocabulary of 51 ends inside the last; then of 17: the last holds nothing of it."""
     logits, record, advantages = made(kind)
-    centres = (True, False) if kind in ("head", "support", "mixed") else (False,)
-    for center, columns in zip(centres, (13, 17), strict=False):
+    centers = (True, False) if kind in ("head", "support", "mixed") else (False,)
+    for center, columns in zip(centers, (13, 17), strict=False):
         assert_shards_agree(
             monkeypatch, logits, record, advantages, 4, columns, correction=oc.Correction(rule, center=center),
             loss_mask=torch.tensor([1, 1, 0, 1, 1]),
@@ -221,7 +221,7 @@ def test_every_rule_on_every_kind_of_record(
     [{"entropy_coef": 0.3}, {"kl_coef": 0.2, "kl_estimator": "k1"}, {"kl_coef": 0.2, "entropy_coef": -0.1}],
     ids=str,
 )
-def test_regularisers(options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regularizers(options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, record, advantages = made("mixed")
     if "kl_coef" in options:
         options = options | {"ref_logprobs": torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])}

@@ -1,4 +1,4 @@
-"""Options of the losses: reductions, denominators, dropped sequences, regularisers, in-place, repeated backward."""
+"""Options of the losses: reductions, denominators, dropped sequences, regularizers, in-place, repeated backward."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rejected_tokens_stay_in_the_denominator_unless_kept_is_asked_for(entran
         entrance, problem.logits, problem.record(), problem.advantages, correction=correction, **o
     )
     total, summed = call(reduction="sum")
-    kept = int(total.tokens.kept.sum())
+    kept = int(total.diagnostics.kept.sum())
     assert 0 < kept < 6
     mean, by_all = call()
     ratio, by_kept = call(denominator="kept")
@@ -81,7 +81,7 @@ def test_a_dropped_sequence_is_silent_and_stays_in_the_denominator(entrance: str
     dropped = IDS == 3
     assert (gradient[dropped] == 0).all()
     torch.testing.assert_close(gradient[~dropped], everything[~dropped])
-    assert (out.tokens.weight[dropped] != 0).any()  # its diagnostics are still reported
+    assert (out.diagnostics.weight[dropped] != 0).any()  # its diagnostics are still reported
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -100,7 +100,7 @@ def test_a_dropped_sequence_may_overflow(validate: bool) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
 @pytest.mark.parametrize("kind", ["head", "support"])
-def test_regularisers_against_autograd(estimator: str, kind: str) -> None:
+def test_regularizers_against_autograd(estimator: str, kind: str) -> None:
     problem = Problem(kind=kind, seed=7, temperature=1.0)
     reference = torch.linspace(-0.02, -0.2, 6, dtype=torch.float64)
     options: dict[str, Any] = {"correction": oc.Correction.from_name("mis"), "reduction": "sum"}
@@ -228,7 +228,7 @@ def test_autocast_does_not_reach_the_arithmetic(entrance: str) -> None:
         out, gradient = gradient_through(entrance, problem.logits, problem.record(), problem.advantages)
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if entrance == "hidden" else {"atol": 1e-7, "rtol": 1e-6}
     torch.testing.assert_close(gradient, expected[1], **tolerance)
-    assert gradient.dtype == torch.float32 and out.tokens.logprobs.dtype == torch.float32
+    assert gradient.dtype == torch.float32 and out.diagnostics.logprobs.dtype == torch.float32
 
 
 def test_gradients_survive_checkpointing() -> None:
@@ -377,7 +377,7 @@ def test_refusals_of_single_entrances() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             oc.policy_loss_from_logprobs(logp, candidate_logp, record, advantages, **bad)
-    with pytest.raises(ValueError, match="a centred loss needs candidate_logprobs"):
+    with pytest.raises(ValueError, match="a centered loss needs candidate_logprobs"):
         oc.policy_loss_from_logprobs(logp, None, record, advantages)
     with pytest.raises(ValueError, match=r"must be floating \[nnz\]"):
         oc.policy_loss_from_logprobs(logp, candidate_logp[:3], record, advantages)
@@ -416,7 +416,7 @@ def test_a_correction_is_not_a_name_or_a_class() -> None:
     for wrong in ("sc+mis", oc.MaskedIS()):
         with pytest.raises(TypeError, match="from_name"):
             oc.policy_loss(problem.logits, problem.record(), problem.advantages, correction=wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="weight must be a rule"):
+    with pytest.raises(TypeError, match="rule must have weight"):
         oc.Correction(oc.MaskedIS)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"advantages must be a tensor"):
         oc.policy_loss(problem.logits, problem.record(), [1.0] * 6)  # type: ignore[arg-type]
@@ -455,11 +455,11 @@ def test_diagnostics_of_complete_and_head_rows() -> None:
     p_mass = problem.logits.softmax(1).gather(1, ids).sum(1)
     q_mass = problem.sampler.gather(1, ids).sum(1)
     rho = torch.where(problem.complete, 1.0, (1 - q_mass) / (1 - p_mass))
-    torch.testing.assert_close(out.tokens.trainer_head_mass, p_mass)
-    torch.testing.assert_close(out.tokens.sampler_head_mass, torch.where(problem.complete, 1.0, q_mass))
-    torch.testing.assert_close(out.tokens.tail_ratio, rho)
-    assert out.tokens.kept.dtype == torch.bool
+    torch.testing.assert_close(out.diagnostics.trainer_head_mass, p_mass)
+    torch.testing.assert_close(out.diagnostics.sampler_head_mass, torch.where(problem.complete, 1.0, q_mass))
+    torch.testing.assert_close(out.diagnostics.tail_ratio, rho)
+    assert out.diagnostics.kept.dtype == torch.bool
     hidden = oc.policy_loss_from_hidden(
         problem.logits, torch.eye(11, dtype=torch.float64), problem.record(), problem.advantages
     )
-    assert torch.equal(hidden.tokens.trainer_head_mass.isnan(), problem.complete)
+    assert torch.equal(hidden.diagnostics.trainer_head_mass.isnan(), problem.complete)

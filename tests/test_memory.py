@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
-from offpolicy_corr import dense, hidden
+from offpolicy_corr import hidden, torch_loss
 from support import Problem
 
 T, V = 32, 64
@@ -41,8 +41,8 @@ class Allocations(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_BLOCK_ON_CPU", 4 * V)
-    monkeypatch.setattr(dense, "_TILE_ON_CPU", 2 * V)
+    monkeypatch.setattr(torch_loss, "_BLOCK_ON_CPU", 4 * V)
+    monkeypatch.setattr(torch_loss, "_TILE_ON_CPU", 2 * V)
     monkeypatch.setattr(hidden, "_LOGITS_ON_CPU", 4 * V)
 
 

@@ -15,7 +15,7 @@ from support import Problem
 def summary(problem: Problem, record: oc.SamplerRecord, **options) -> dict[str, float]:  # type: ignore[no-untyped-def]
     mask = options.get("loss_mask")
     out = oc.policy_loss(problem.logits, record, problem.advantages, loss_mask=mask)
-    return oc.metrics.summarize(out.tokens, record, **options)
+    return oc.metrics.summarize(out.diagnostics, record, **options)
 
 
 def test_values_by_hand() -> None:
@@ -24,8 +24,8 @@ def test_values_by_hand() -> None:
     logits = torch.zeros(4, 2).double()
     logits[:, 0] = (log_ratio - 3.0).exp().log() - torch.log1p(-(log_ratio - 3.0).exp())
     out = oc.policy_loss(logits, record, torch.ones(4), correction=oc.Correction.from_name("mis"))
-    torch.testing.assert_close(out.tokens.log_ratio, log_ratio)
-    values = oc.metrics.summarize(out.tokens, record)
+    torch.testing.assert_close(out.diagnostics.log_ratio, log_ratio)
+    values = oc.metrics.summarize(out.diagnostics, record)
     assert values["ess"] == pytest.approx(121 / 268)
     assert values["kl_k1"] == pytest.approx(-math.log(8) / 4)
     assert values["kl_k3"] == pytest.approx((7 - math.log(8)) / 4)
@@ -34,7 +34,7 @@ def test_values_by_hand() -> None:
         and values["kept"] == 0.75
         and values["mean_ratio"] == pytest.approx(11 / 4)
     )
-    assert oc.metrics.summarize(out.tokens, record, band=(0.2, 8.0 + 1e-9))["out_of_band"] == 0.0
+    assert oc.metrics.summarize(out.diagnostics, record, band=(0.2, 8.0 + 1e-9))["out_of_band"] == 0.0
     assert math.isnan(values["sampler_head_mass"]) and math.isnan(values["certificate"])
 
 
@@ -44,7 +44,7 @@ def test_the_k3_estimate_is_the_divergence_in_expectation() -> None:
     out = oc.policy_loss(
         p.log().repeat(3, 1), record, torch.ones(3), correction=oc.Correction.from_name("none")
     )
-    each = [oc.metrics.summarize(out.tokens, record, loss_mask=torch.arange(3) == y) for y in range(3)]
+    each = [oc.metrics.summarize(out.diagnostics, record, loss_mask=torch.arange(3) == y) for y in range(3)]
     for key in ("kl_k1", "kl_k3"):
         assert sum(float(q[y]) * each[y][key] for y in range(3)) == pytest.approx(0.3662041)
 
@@ -57,15 +57,15 @@ def test_groups_split_the_batch_and_point_at_the_one_that_is_off() -> None:
     record = dataclasses.replace(record, group=group, group_names=("b200-nvfp4", "idle", "h100-fp8"))
     logits, advantages = torch.cat([problem.logits, far.logits]), torch.ones(80)
     out = oc.policy_loss(logits, record, advantages)
-    values = oc.metrics.summarize(out.tokens, record, advantages=advantages)
+    values = oc.metrics.summarize(out.diagnostics, record, advantages=advantages)
     assert values["group/b200-nvfp4/token_share"] == values["group/h100-fp8/token_share"] == 0.5
     assert values["group/h100-fp8/out_of_band_share"] > 0.9
     assert values["group/h100-fp8/kl_k3"] > 10 * values["group/b200-nvfp4/kl_k3"]
     assert values["group/idle/tokens"] == 0 and math.isnan(values["group/idle/kl_k1"])
-    alone = oc.metrics.summarize(out.tokens, record, loss_mask=group == 2, advantages=advantages)
+    alone = oc.metrics.summarize(out.diagnostics, record, loss_mask=group == 2, advantages=advantages)
     for key in ("kl_k1", "ess", "out_of_band", "kept", "tail_ratio_p99", "certificate"):
         assert values[f"group/h100-fp8/{key}"] == pytest.approx(alone[key])
-    unnamed = oc.metrics.summarize(out.tokens, dataclasses.replace(record, group_names=()))
+    unnamed = oc.metrics.summarize(out.diagnostics, dataclasses.replace(record, group_names=()))
     assert {key.split("/")[1] for key in unnamed if key.startswith("group/")} == {"0", "2"}
 
 
@@ -77,7 +77,7 @@ def test_a_mean_of_tail_ratios_is_not_reported_but_quantiles_and_a_ratio_of_sums
     record = oc.SamplerRecord(torch.zeros(4, dtype=torch.int64), logq, candidates)
     logits = torch.stack([torch.log1p(-p_tail), p_tail.log()], 1)
     out = oc.policy_loss(logits, record, torch.ones(4), correction=oc.Correction.from_name("sc"))
-    values = oc.metrics.summarize(out.tokens, record)
+    values = oc.metrics.summarize(out.diagnostics, record)
     assert values["tail_ratio_p50"] == pytest.approx(1.0)
     assert values["tail_ratio_max"] == pytest.approx(1000.0)
     assert values["tail_ratio_of_sums"] == pytest.approx(0.061 / 0.060001)
@@ -87,10 +87,10 @@ def test_a_mean_of_tail_ratios_is_not_reported_but_quantiles_and_a_ratio_of_sums
 def test_a_ratio_that_overflows_leaves_the_effective_sample_size_of_one_token() -> None:
     record = oc.SamplerRecord(torch.zeros(4, dtype=torch.int64), torch.tensor([-400.0, -0.7, -0.7, -0.7]))
     out = oc.policy_loss(torch.zeros(4, 2), record, torch.ones(4), correction=oc.Correction.from_name("mis"))
-    values = oc.metrics.summarize(out.tokens, record)
+    values = oc.metrics.summarize(out.diagnostics, record)
     assert values["ess"] == pytest.approx(0.25) and values["out_of_band"] == 0.25
     with pytest.raises(ValueError, match=r"advantages must be \[T\]"):
-        oc.metrics.summarize(out.tokens, record, advantages=torch.ones(3))
+        oc.metrics.summarize(out.diagnostics, record, advantages=torch.ones(3))
 
 
 def test_a_small_trainer_tail_keeps_its_digits_in_the_ratio_of_sums() -> None:
@@ -100,7 +100,9 @@ def test_a_small_trainer_tail_keeps_its_digits_in_the_ratio_of_sums() -> None:
     logits = torch.tensor([[0.0, math.log(p_tail)]])
     correction = oc.Correction(oc.Unweighted(), tail_floor=1e-9)
     out = oc.policy_loss(logits, record, torch.ones(1), correction=correction)
-    assert oc.metrics.summarize(out.tokens, record)["tail_ratio_of_sums"] == pytest.approx(1000, rel=1e-3)
+    assert oc.metrics.summarize(out.diagnostics, record)["tail_ratio_of_sums"] == pytest.approx(
+        1000, rel=1e-3
+    )
 
 
 def test_masked_tokens_change_nothing() -> None:
@@ -110,7 +112,7 @@ def test_masked_tokens_change_nothing() -> None:
     index = mask.nonzero().squeeze(1)
     record = problem.record().select(index)
     out = oc.policy_loss(problem.logits[index], record, problem.advantages[index])
-    alone = oc.metrics.summarize(out.tokens, record)
+    alone = oc.metrics.summarize(out.diagnostics, record)
     assert values.keys() == alone.keys()
     for key, value in values.items():
         assert value == pytest.approx(alone[key], nan_ok=True), key

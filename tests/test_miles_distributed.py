@@ -126,7 +126,7 @@ def guards(state: double.State) -> None:
     """Guards and kept counts look at whole responses: every context-parallel rank takes the same decision."""
     problem = double.make_problem(seed=41, noise=0.9)
     _, _, out = double.expected(problem, double.make_args())
-    log_ratios = zip(out.tokens.log_ratio.split(problem.responses), problem.masks, strict=True)
+    log_ratios = zip(out.diagnostics.log_ratio.split(problem.responses), problem.masks, strict=True)
     means = sorted(float(log_ratio.sum() / mask.sum()) for log_ratio, mask in log_ratios)
     between = {"geometric_mean": {"low": 0.0, "high": math.exp((means[1] + means[2]) / 2)}}
     found = []

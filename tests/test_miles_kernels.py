@@ -63,7 +63,7 @@ def test_a_capped_kl_has_no_gradient_on_the_kernels_either() -> None:
     }
     correction = oc.Correction.from_name("mis")
     want, gradients, out = double.expected(problem, args, "none", correction=correction, **core)
-    assert float(out.tokens.logprobs.min()) < -2.7  # k3 beyond its cap of 10
+    assert float(out.diagnostics.logprobs.min()) < -2.7  # k3 beyond its cap of 10
     torch.testing.assert_close(loss.detach().cpu().double(), want, rtol=1e-5, atol=1e-5)
     for leaf, reference in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(leaf.grad.double(), reference, rtol=1e-4, atol=1e-6)

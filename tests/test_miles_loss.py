@@ -117,7 +117,7 @@ def test_entropy_bonus_and_reference_kl(name: str) -> None:
     )
     got = run(problem, args, cp=2)
     assert_same(got, want)
-    gap = want[2].tokens.logprobs[torch.cat(problem.masks).bool()] + 0.01
+    gap = want[2].diagnostics.logprobs[torch.cat(problem.masks).bool()] + 0.01
     assert 0 < int(((-gap).exp() - 1 + gap > 10).sum()) < len(gap), (
         "the cap of low_var_kl shows, not everywhere"
     )
@@ -164,11 +164,11 @@ def test_kept_denominator_gives_each_sample_its_whole_weight() -> None:
     _, _, out = double.expected(
         problem, args, "none", correction=oc.Correction.from_name("mis", low=0.8, high=1.25)
     )
-    assert 0 < int(out.tokens.kept.sum()) < int(torch.cat(problem.masks).sum())
+    assert 0 < int(out.diagnostics.kept.sum()) < int(torch.cat(problem.masks).sum())
     want = sum(
         float(loss.detach().sum() / kept.sum().clamp(min=1))
         for loss, kept in zip(
-            out.loss.split(problem.responses), out.tokens.kept.split(problem.responses), strict=True
+            out.loss.split(problem.responses), out.diagnostics.kept.split(problem.responses), strict=True
         )
     )
     got, _, metrics = run(problem, args, "none")
@@ -182,7 +182,9 @@ def test_a_guarded_sequence_is_dropped_whole_and_stays_counted() -> None:
     _, _, out = double.expected(problem, args)
     means = [
         float((log_ratio * mask).sum() / mask.sum())
-        for log_ratio, mask in zip(out.tokens.log_ratio.split(problem.responses), problem.masks, strict=True)
+        for log_ratio, mask in zip(
+            out.diagnostics.log_ratio.split(problem.responses), problem.masks, strict=True
+        )
     ]
     order = sorted(range(3), key=lambda i: means[i])
     high = np.exp((means[order[1]] + means[order[2]]) / 2)
@@ -207,17 +209,17 @@ def test_metrics_are_the_core_s_means() -> None:
         parts = zip(values.double().split(problem.responses), problem.masks, strict=True)
         return sum(float((torch.where(m.bool(), v, 0.0)).sum() / m.sum()) for v, m in parts)
 
-    ratio = out.tokens.log_ratio.exp()
-    assert float(metrics["offpolicy_corr/kl_k1"]) == pytest.approx(mean(-out.tokens.log_ratio), rel=1e-6)
+    ratio = out.diagnostics.log_ratio.exp()
+    assert float(metrics["offpolicy_corr/kl_k1"]) == pytest.approx(mean(-out.diagnostics.log_ratio), rel=1e-6)
     assert float(metrics["offpolicy_corr/out_of_band"]) == pytest.approx(
         mean((ratio < 0.8) | (ratio > 1.25)), rel=1e-6
     )
-    assert float(metrics["offpolicy_corr/kept"]) == pytest.approx(mean(out.tokens.kept), rel=1e-6)
+    assert float(metrics["offpolicy_corr/kept"]) == pytest.approx(mean(out.diagnostics.kept), rel=1e-6)
     assert float(metrics["offpolicy_corr/trainer_head_mass"]) == pytest.approx(
-        mean(out.tokens.trainer_head_mass), rel=1e-6
+        mean(out.diagnostics.trainer_head_mass), rel=1e-6
     )
     assert float(metrics["train_rollout_logprob_abs_diff"]) == pytest.approx(
-        mean(out.tokens.log_ratio.abs()), rel=1e-6
+        mean(out.diagnostics.log_ratio.abs()), rel=1e-6
     )
     assert float(metrics["train_rollout_logprob_abs_diff"]) > 0.1
 

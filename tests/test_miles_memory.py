@@ -7,7 +7,7 @@ import torch
 from offpolicy_corr.integrations.miles import policy_loss
 
 import miles_double as double
-from offpolicy_corr import dense
+from offpolicy_corr import torch_loss
 from test_memory import Allocations
 
 SIZE, VOCAB = 64, 64
@@ -19,8 +19,8 @@ SIZE, VOCAB = 64, 64
 def test_nothing_is_kept_and_the_gradient_is_made_once(
     dtype: torch.dtype, inplace: bool, per_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "_BLOCK_ON_CPU", 4 * VOCAB)
-    monkeypatch.setattr(dense, "_TILE_ON_CPU", 2 * VOCAB)
+    monkeypatch.setattr(torch_loss, "_BLOCK_ON_CPU", 4 * VOCAB)
+    monkeypatch.setattr(torch_loss, "_TILE_ON_CPU", 2 * VOCAB)
     problem = double.make_problem(prompts=(4,), responses=(SIZE - 4,), vocab=VOCAB, dtype=dtype)
     own = {"inplace_logits": inplace, "guards": {"geometric_mean": {"low": 0.0, "high": 9.0}}}
     args = double.make_args(offpolicy_corr=own, entropy_coef=0.1, calculate_per_token_loss=per_token)

@@ -71,7 +71,7 @@ def built_in(
 
 
 def vocabulary_parallel(state: double.State) -> None:
-    """One rank of TP 2 × CP 2: our uncentred gradient is that of Miles' policy loss, shard by shard."""
+    """One rank of TP 2 × CP 2: our uncentered gradient is that of Miles' policy loss, shard by shard."""
     problem = double.make_problem(seed=8, dtype=torch.float32, vocab=24)
     for form, allgather in (("thd", False), ("thd", True), ("bshd", False)):
         layout = {"qkv_format": form, "allgather_cp": allgather}
@@ -96,7 +96,7 @@ def test_vocabulary_parallel_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 @pytest.mark.parametrize("name", ["none", "tis"])
-def test_our_uncentred_gradient_is_that_of_miles_policy_loss(
+def test_our_uncentered_gradient_is_that_of_miles_policy_loss(
     name: str, temperature: float, one_process: None
 ) -> None:
     pytest.importorskip("megatron.core")

@@ -18,7 +18,7 @@ from offpolicy_corr.integrations.miles.versions import lags
 
 import miles_double as double
 import offpolicy_corr as oc
-from offpolicy_corr.assembly import Turn, assemble
+from offpolicy_corr.records.assembly import Turn, assemble
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 ITERATOR = "miles.backends.training_utils.data"

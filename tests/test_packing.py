@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offpolicy_corr.packing import pack, unpack
+from offpolicy_corr.records.packing import pack, unpack
 
 FAR = torch.iinfo(torch.int64)
 COLUMNS = {

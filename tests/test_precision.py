@@ -27,7 +27,7 @@ def test_fp32_keeps_five_digits_at_a_tail_scale_of_5e4(entrance: str, rule: oc.W
         entrance, rounded.double(), record, torch.ones(1), correction=correction
     )
     _, ours = gradient_through(entrance, rounded, record, torch.ones(1), correction=correction)
-    assert 4.9e4 < float(exact_out.tokens.tail_ratio) < 5.1e4
+    assert 4.9e4 < float(exact_out.diagnostics.tail_ratio) < 5.1e4
     assert exact.abs().max() < 1
     torch.testing.assert_close(ours.double(), exact, atol=1e-5, rtol=0)
 
@@ -41,7 +41,7 @@ def test_from_logprobs_the_same_row_is_exact_in_fp64() -> None:
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_a_support_whose_mass_underflows_is_renormalised_over_its_own_logits(entrance: str) -> None:
+def test_a_support_whose_mass_underflows_is_renormalized_over_its_own_logits(entrance: str) -> None:
     logits = torch.tensor([[0.0, -200.0, -201.0]])
     logq = torch.tensor([0.6, 0.4]).log()
     candidates = oc.CandidateSet.from_support(torch.tensor([1, 2]), torch.tensor([0, 2]), logq)
@@ -49,7 +49,7 @@ def test_a_support_whose_mass_underflows_is_renormalised_over_its_own_logits(ent
     out, gradient = gradient_through(
         entrance, logits, record, torch.ones(1), correction=oc.Correction.from_name("is")
     )
-    assert out.tokens.logprobs.item() == pytest.approx(-0.3132617)
+    assert out.diagnostics.logprobs.item() == pytest.approx(-0.3132617)
     ratio = 0.7310586 / 0.6
     torch.testing.assert_close(gradient[0], ratio * torch.tensor([0.0, -0.2689414, 0.2689414]))
 
@@ -63,7 +63,7 @@ def test_a_singleton_support_teaches_nothing_and_is_counted(entrance: str) -> No
         torch.tensor([1, 0]), torch.tensor([0.0, logq[1]]), oc.CandidateSet.from_support(ids, offsets, logq)
     )
     out, gradient = gradient_through(entrance, logits, record, torch.ones(2))
-    assert (gradient[0] == 0).all() and out.tokens.log_ratio[0] == 0 and out.tokens.kept[0]
+    assert (gradient[0] == 0).all() and out.diagnostics.log_ratio[0] == 0 and out.diagnostics.kept[0]
     _, alone = gradient_through(entrance, logits[1:], record.select(torch.tensor([1])), torch.ones(1))
     torch.testing.assert_close(gradient[1:], alone / 2)
 
@@ -143,7 +143,7 @@ def test_an_unusable_hidden_state_is_named() -> None:
             oc.policy_loss_from_hidden(hidden, torch.eye(3), record, torch.ones(2))
 
 
-def test_validation_off_gives_no_finite_loss_to_a_centred_token_without_a_head() -> None:
+def test_validation_off_gives_no_finite_loss_to_a_centered_token_without_a_head() -> None:
     candidates = oc.CandidateSet.from_topk(torch.tensor([[0], [-1]]), torch.tensor([[-0.7], [0.0]]))
     record = oc.SamplerRecord(torch.tensor([0, 1]), torch.tensor([-0.7, -1.0]), candidates)
     for name in ("sc", "sc+mis", "sc+tis", "sc+clamp"):
@@ -197,7 +197,7 @@ def test_a_head_that_covers_the_vocabulary_and_sums_above_one_by_rounding(rule: 
     out, gradient = gradient_through(
         "logits", problem.logits, record, problem.advantages, correction=oc.Correction(rule)
     )
-    assert gradient.isfinite().all() and (out.tokens.tail_ratio > 0).all()
+    assert gradient.isfinite().all() and (out.diagnostics.tail_ratio > 0).all()
 
 
 def test_other_overflows_are_not_blamed_on_the_vocabulary() -> None:
@@ -221,6 +221,6 @@ def test_a_ratio_beyond_the_range_of_exp_is_masked_without_overflow() -> None:
     logits = torch.tensor([[0.0, -300.0]])
     record = oc.SamplerRecord(torch.tensor([0]), torch.tensor([-250.0]))
     out = oc.policy_loss(logits, record, torch.ones(1), correction=oc.Correction.from_name("mis"))
-    assert out.loss == 0 and out.tokens.log_ratio.item() == pytest.approx(250.0)
+    assert out.loss == 0 and out.diagnostics.log_ratio.item() == pytest.approx(250.0)
     with pytest.raises(ValueError, match="importance weight is inf"):
         oc.policy_loss(logits, record, torch.ones(1), correction=oc.Correction.from_name("is"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr import validation
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records import validation
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 from support import ENTRANCES, Problem, gradient_through
 
 
@@ -223,7 +223,7 @@ def test_a_temperature_for_all_tokens_must_be_positive(value: float) -> None:
         good(temperature=value).validate()
 
 
-def test_a_centred_loss_refuses_an_empty_head_and_an_uncentred_one_does_not() -> None:
+def test_a_centered_loss_refuses_an_empty_head_and_an_uncentered_one_does_not() -> None:
     options = {"sequence_ids": torch.tensor([5, 5, 8])}
     logits = torch.zeros(3, 9, requires_grad=True)
     with pytest.raises(oc.RecordError, match="no candidates") as caught:
@@ -246,8 +246,8 @@ def test_what_a_correction_needs_and_the_record_lacks() -> None:
         assert caught.value.field == field
     unweighted = oc.Correction.from_name("none")
     out = oc.policy_loss(logits, good(logprobs=None, candidates=None), torch.ones(3), correction=unweighted)
-    assert out.tokens.log_ratio.isnan().all() and (out.tokens.weight == 1).all()
-    assert out.tokens.sampler_head_mass.isnan().all() and (out.tokens.correction == 0).all()
+    assert out.diagnostics.log_ratio.isnan().all() and (out.diagnostics.weight == 1).all()
+    assert out.diagnostics.sampler_head_mass.isnan().all() and (out.diagnostics.centering_term == 0).all()
 
 
 def test_ids_alone_can_be_replayed() -> None:
@@ -263,7 +263,7 @@ def test_ids_alone_can_be_replayed() -> None:
         "logits", problem.logits, problem.record(), problem.advantages, correction=correction
     )
     torch.testing.assert_close(gradient, expected)
-    assert (ours.tokens.sampler_head_mass == 1).all()
+    assert (ours.diagnostics.sampler_head_mass == 1).all()
 
 
 def test_a_candidate_with_q_zero_is_legal() -> None:

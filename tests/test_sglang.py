@@ -22,7 +22,7 @@ from offpolicy_corr.integrations.sglang import (
 
 import offpolicy_corr as oc
 from answers import HEAD, SELECTED, SLIME, SUPPORT, as_flat, good_sglang, good_support, log, sglang, slime
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -178,7 +178,7 @@ def test_flat_null_prefix_is_a_missing_head(counted: bool) -> None:
     with pytest.raises(oc.RecordError, match="candidates are missing") as caught:
         read_generate(response, HEAD)
     assert caught.value.token == 0
-    with pytest.warns(oc.statistics.RecordWarning):
+    with pytest.warns(oc.RecordWarning):
         read = read_generate(response, HEAD, on_missing="mask")
     assert read.logprobs.isnan().tolist() == [True, False, False]
     assert read.candidates.offsets.tolist() == [0, 0, 2, 4]
@@ -363,7 +363,7 @@ def test_the_records_extra_is_faster_and_not_needed(module: str, monkeypatch: py
 @pytest.mark.parametrize("token", [-1, 100])
 def test_a_token_without_a_log_prob_still_has_an_id(token: int) -> None:
     with (
-        pytest.warns(oc.statistics.RecordWarning),
+        pytest.warns(oc.RecordWarning),
         pytest.raises(oc.RecordError, match=r"outside \[0, 100\)") as caught,
     ):
         read_generate(sglang([5, token], [-0.5, None]), HEAD, on_missing="mask")
@@ -375,6 +375,6 @@ def test_a_head_of_fillers_alone_is_missing() -> None:
     with pytest.raises(oc.RecordError, match="candidates are missing") as caught:
         read_generate(sglang([5, 6], [-0.5, -0.25], head), HEAD)
     assert (caught.value.token, caught.value.field) == (1, "output_top_logprobs")
-    with pytest.warns(oc.statistics.RecordWarning, match="1 of 2 tokens"):
+    with pytest.warns(oc.RecordWarning, match="1 of 2 tokens"):
         read = read_generate(sglang([5, 6], [-0.5, -0.25], head), HEAD, on_missing="mask")
     assert oc.missing_tokens(read).tolist() == [False, True]

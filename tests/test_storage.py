@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.storage import same_record, save
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.storage import same_record, save
 
 pytest.importorskip("safetensors", reason="needs the records extra")
 
@@ -176,7 +176,7 @@ def test_other_versions_and_formats_are_refused(changes: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "3", "null", "{", '{"format": "offpolicy_corr.record", "version": 2}']
+    "text", ["[]", "3", "null", "{", '{"format": "offpolicy_corr.records.record", "version": 2}']
 )
 def test_a_header_that_is_no_header_is_refused(text: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
@@ -296,7 +296,7 @@ def test_a_file_replaced_while_it_is_opened_is_read_from_one_of_the_two(
     assert same_record(oc.SamplerRecord.load(path, verify=False), heads(500, 16, seed=1))
     assert next(turns, None) is None, "the file was opened in another way: replace it there"
 
-    monkeypatch.setattr("offpolicy_corr.storage.ATTEMPTS", 1)
+    monkeypatch.setattr("offpolicy_corr.records.storage.ATTEMPTS", 1)
     turns = iter([True])
     with pytest.raises(oc.RecordError, match="replaced faster"):
         oc.SamplerRecord.load(path)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.storage import same_record
+from offpolicy_corr.records.storage import same_record
 from test_storage import RECORDS, heads, mixed
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the records extra")
 
-from offpolicy_corr.tables import from_arrow, from_parquet, to_arrow, to_parquet  # noqa: E402
+from offpolicy_corr.records.tables import from_arrow, from_parquet, to_arrow, to_parquet  # noqa: E402
 
 
 def test_one_row_a_sample_with_names_in_place_of_indices() -> None:

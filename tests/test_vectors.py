@@ -61,5 +61,5 @@ def test_vector(case: dict[str, Any], entrance: str, dtype: torch.dtype, toleran
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(gradient[0], torch.tensor(expected["grad"], dtype=dtype), **close)
     torch.testing.assert_close(out.loss.detach(), torch.tensor(expected["loss"], dtype=dtype), **close)
-    torch.testing.assert_close(out.tokens.logprobs[0].item(), expected["logprob"], **close)
-    torch.testing.assert_close(out.tokens.weight[0].item(), expected["weight"], **close)
+    torch.testing.assert_close(out.diagnostics.logprobs[0].item(), expected["logprob"], **close)
+    torch.testing.assert_close(out.diagnostics.weight[0].item(), expected["weight"], **close)

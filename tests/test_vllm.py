@@ -16,7 +16,7 @@ from offpolicy_corr.integrations.vllm import read_json, read_json_turns, read_ou
 
 import offpolicy_corr as oc
 from answers import FILTERED, PLAIN, good_rows, log, vllm_dicts, vllm_flat, vllm_generate
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOKENS = [5, 7]
@@ -174,7 +174,7 @@ def test_a_missing_candidate_is_told_as_missing_and_can_be_masked() -> None:
     rows = [{5: (HALVES[0], 1), 9: (math.nan, 2), 8: (HALVES[2], 3)}, {7: (0.0, 1), 1: (-math.inf, 2)}]
     with pytest.raises(oc.RecordError, match="candidate's log-prob is missing"):
         read_output(vllm_dicts([5, 7], rows), FILTERED)
-    with pytest.warns(oc.statistics.RecordWarning):
+    with pytest.warns(oc.RecordWarning):
         read = read_output(vllm_dicts([5, 7], rows), FILTERED, on_missing="mask")
     assert read.logprobs.isnan().tolist() == [True, False]
 

@@ -13,7 +13,7 @@ import torch
 from offpolicy_corr.integrations.vllm import read_json, read_output, read_stream
 
 import offpolicy_corr as oc
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 FOLDER = Path(__file__).parent / "fixtures"
 FILES = {
@@ -32,7 +32,7 @@ FILTERED = SamplerSpec(
     top_k=ABOUT["top_k"],
     vocab_size=ABOUT["vocab_size"],
 )
-SPECS = {"head": PLAIN, "relabelled": PLAIN, "sampled": PLAIN, "filtered": FILTERED}
+SPECS = {"head": PLAIN, "relabeled": PLAIN, "sampled": PLAIN, "filtered": FILTERED}
 
 
 def from_python(part: str, name: str) -> oc.SamplerRecord:
@@ -148,7 +148,7 @@ def test_raw_and_processed_values_differ_by_the_temperature_alone() -> None:
 
 
 def test_a_version_that_changed_while_sampling_comes_as_spans() -> None:
-    assert from_python("processed", "relabelled").weight_version.tolist() == [-1, -1, -1, 42, 42, 42]
+    assert from_python("processed", "relabeled").weight_version.tolist() == [-1, -1, -1, 42, 42, 42]
 
 
 def test_the_undeclared_version_is_carried() -> None:

@@ -119,9 +119,9 @@ def test_names() -> None:
         oc.Correction.from_name("sc") == oc.Correction.from_name("sc+none") == oc.Correction(oc.Unweighted())
     )
     assert oc.Correction.from_name("mis", low=0.2) == oc.Correction(oc.MaskedIS(0.2, 5.0), center=False)
-    assert oc.Correction.from_name("sc+tis", cap=3.0).weight == oc.TruncatedIS(3.0)
-    assert oc.Correction.from_name("ppo", high=0.3).weight == oc.PPOClip(0.2, 0.3)
-    assert oc.Correction.from_name("clamp", low=0.8, high=1.2).weight == oc.ClampedIS(0.8, 1.2)
+    assert oc.Correction.from_name("sc+tis", cap=3.0).rule == oc.TruncatedIS(3.0)
+    assert oc.Correction.from_name("ppo", high=0.3).rule == oc.PPOClip(0.2, 0.3)
+    assert oc.Correction.from_name("clamp", low=0.8, high=1.2).rule == oc.ClampedIS(0.8, 1.2)
     assert oc.Correction.from_name("sc+mis", tail_floor=1e-4).tail_floor == 1e-4
 
 
@@ -159,7 +159,7 @@ def test_a_rule_of_ones_own_runs_in_pytorch_and_is_refused_by_triton() -> None:
     out, gradient = gradient_through(
         "logits", problem.logits, problem.record(), problem.advantages, correction=correction
     )
-    torch.testing.assert_close(out.tokens.weight, (0.5 * out.tokens.log_ratio).exp())
+    torch.testing.assert_close(out.diagnostics.weight, (0.5 * out.diagnostics.log_ratio).exp())
     torch.testing.assert_close(gradient.sum(1), torch.zeros(6, dtype=torch.float64), atol=1e-12, rtol=0)
     with pytest.raises(RuntimeError, match="SquareRoot is not one of the fused"):
         oc.policy_loss(
@@ -167,5 +167,5 @@ def test_a_rule_of_ones_own_runs_in_pytorch_and_is_refused_by_triton() -> None:
         )
     with pytest.raises(TypeError, match="SquareRoot has no drift_bound"):
         problem.candidates.certificate(SquareRoot())
-    with pytest.raises(TypeError, match="weight must be a rule"):
+    with pytest.raises(TypeError, match="rule must have weight"):
         oc.Correction("mis")  # type: ignore[arg-type]

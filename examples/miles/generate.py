@@ -19,7 +19,7 @@ from offpolicy_corr.integrations.miles import Settings, transport
 from offpolicy_corr.integrations.miles.check import sampler_of
 from offpolicy_corr.integrations.miles.options import filters
 
-from offpolicy_corr.requests import request_parameters
+from offpolicy_corr.records.requests import request_parameters
 
 
 def choose_group(fleet: dict[str, dict[str, Any]], index: int) -> str:

@@ -51,7 +51,7 @@ if [[ "$config" == homogeneous_b200 ]]; then
   arguments+=(--sglang-dtype bfloat16 --sglang-kv-cache-dtype auto)
   generate=${GENERATE-}
 else
-  # groups differ in accelerator and weight format: they are started and re-synchronised outside Miles (see README),
+  # groups differ in accelerator and weight format: they are started and re-synchronized outside Miles (see README),
   # and generate.py sends each prompt to one of them and stamps which
   arguments+=(--rollout-external)
   generate=${GENERATE-generate.generate}

@@ -61,7 +61,7 @@ def make_plan(quick: bool) -> Plan:
     How the settings were chosen. *Drift* uses plain SGD, because Adam blows the zero-mean noise of an unbiased
     gradient up to full-sized steps. Rate times updates is fixed by where the uncorrected arm has lost most of its
     reward. At that product, noise falls with the number of responses alone, so batches are as large as the time
-    allows. *Learning* uses Adam at a rate on the verge: in trials, all arms learnt much alike for a hundred updates
+    allows. *Learning* uses Adam at a rate on the verge: in trials, all arms learned much alike for a hundred updates
     at 3e-4, and at 1e-3 even SC + MIS was shaken.
     """
     if quick:

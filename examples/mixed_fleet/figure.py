@@ -38,11 +38,11 @@ PANELS = (
     ("out_of_band", "updates", "Outside [0.2, 5]", "share of tokens"),
 )
 SMOOTHING = 11
-"""Updates in the centred running mean that curves of single batches are drawn with."""
+"""Updates in the centered running mean that curves of single batches are drawn with."""
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred running mean, shorter at the ends."""
+    """Centered running mean, shorter at the ends."""
     half = SMOOTHING // 2
     return [mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
@@ -95,9 +95,9 @@ def draw_groups(axis: Axes, experiment: Experiment, arms: dict[str, list[History
     for arm, total in zip(GROUPS_SHOWN, totals, strict=True):
         shares = [total[group.name]["out_of_band_share"] for group in groups]
         series.append((f"share of tokens outside [0.2, 5], {arm}", COLOURS[arm], shares))
-    for s, (label, colour, heights) in enumerate(series):
+    for s, (label, color, heights) in enumerate(series):
         places = [g + 0.27 * (s - 1) for g in range(len(groups))]
-        bars = axis.bar(places, heights, width=0.25, color=colour, label=label)
+        bars = axis.bar(places, heights, width=0.25, color=color, label=label)
         axis.bar_label(
             bars, [f"{100 * height:.0f}" for height in heights], fontsize=10.5, color=INK, padding=2
         )
@@ -110,7 +110,7 @@ def draw_groups(axis: Axes, experiment: Experiment, arms: dict[str, list[History
 
 
 def draw_row(row: SubFigure, head: str, experiment: Experiment, arms: dict[str, list[History]]) -> None:
-    """One experiment: a heading, the arms' colours, and its five panels."""
+    """One experiment: a heading, the arms' colors, and its five panels."""
     axes = list(row.subplots(1, len(PANELS)))
     row.subplots_adjust(left=0.042, right=0.99, bottom=0.13, top=0.66, wspace=0.3)
     row.suptitle(head, x=0.008, y=0.985, ha="left", fontsize=15.5, fontweight="bold")

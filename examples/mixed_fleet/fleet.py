@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from .model import build_model, new_cache, next_logits
-from .quantize import load_quantised
+from .quantize import load_quantized
 from .task import EOS, PAD
 
 
@@ -93,7 +93,7 @@ class Rollouts:
     group: Tensor
     version: Tensor
 
-    def labelled(self, group: int, version: int) -> Rollouts:
+    def labeled(self, group: int, version: int) -> Rollouts:
         """The same rollouts, said to come from one sampler group and one weight version."""
         return replace(
             self, group=torch.full_like(self.group, group), version=torch.full_like(self.version, version)
@@ -155,7 +155,7 @@ def generate(
         fp8_cache: store keys and values as FP8.
 
     Returns:
-        The record, with group and weight version 0; `Rollouts.labelled` sets them.
+        The record, with group and weight version 0; `Rollouts.labeled` sets them.
     """
     cache = new_cache(model, fp8_cache)
     tokens, active = prompts, torch.ones(len(prompts), dtype=torch.bool)
@@ -223,8 +223,8 @@ class Fleet:
                 continue
             group = self.groups[g]
             age = min(group.lag, self.newest)
-            load_quantised(self.model, self.versions[-1 - age], group.precision)
+            load_quantized(self.model, self.versions[-1 - age], group.precision)
             stream = self.generators[g]
             rollouts = generate(self.model, prompts[rows], length, sampling, stream, group.fp8_cache)
-            parts.append(rollouts.labelled(group=g, version=self.newest - age))
+            parts.append(rollouts.labeled(group=g, version=self.newest - age))
         return Rollouts.concat(parts), order

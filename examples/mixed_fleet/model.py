@@ -32,7 +32,7 @@ class Fp8CacheLayer(DynamicLayer):
 def build_model(
     vocab_size: int, max_length: int, seed: int, width: int = 64, layers: int = 2
 ) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 in fp32 with `layers` blocks of `width` (about 77 thousand parameters)."""
+    """A randomly initialized Qwen3 in fp32 with `layers` blocks of `width` (about 77 thousand parameters)."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,

@@ -1,7 +1,7 @@
 """Number formats of the sampler fleet: BF16, FP8 e4m3 (per-tensor and block-scaled) and NVFP4.
 
-Every quantiser takes a weight and returns what a weight-only kernel multiplies with: the nearest values that
-the format can hold, dequantised to BF16. Scales are chosen from the largest magnitude of the tensor or block,
+Every quantizer takes a weight and returns what a weight-only kernel multiplies with: the nearest values that
+the format can hold, dequantized to BF16. Scales are chosen from the largest magnitude of the tensor or block,
 and all rounding is to nearest, ties to even.
 """
 
@@ -105,10 +105,10 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-def load_quantised(sampler: nn.Module, weights: dict[str, Tensor], precision: str) -> None:
+def load_quantized(sampler: nn.Module, weights: dict[str, Tensor], precision: str) -> None:
     """Copy one version of the trainer's weights into a sampler, through the sampler's number format.
 
-    Every matrix is quantised, the embedding table (which is also the output head) included; norms take the
+    Every matrix is quantized, the embedding table (which is also the output head) included; norms take the
     sampler's dtype. Deployments keep embedding and head in BF16. Including them doubles the KL between NVFP4
     samplers and trainer, which lets drift stand out from sampling noise within minutes.
 
@@ -117,6 +117,6 @@ def load_quantised(sampler: nn.Module, weights: dict[str, Tensor], precision: st
         weights: the trainer's parameters by name, of the same shapes.
         precision: a key of `PRECISIONS`.
     """
-    quantise = PRECISIONS[precision]
+    quantize = PRECISIONS[precision]
     for name, parameter in sampler.named_parameters():
-        parameter.copy_(quantise(weights[name]) if parameter.ndim == 2 else weights[name])
+        parameter.copy_(quantize(weights[name]) if parameter.ndim == 2 else weights[name])

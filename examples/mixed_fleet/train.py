@@ -215,7 +215,7 @@ def update(
     out.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.step()
-    return {**oc.metrics.summarize(out.tokens, record, band=BAND), "gradient_norm": norm.item()}
+    return {**oc.metrics.summarize(out.diagnostics, record, band=BAND), "gradient_norm": norm.item()}
 
 
 def run_arm(

@@ -6,7 +6,7 @@
 - supports whose log-probs are the first ``rollout_topk_lengths`` ``[R]`` columns of ``rollout_topk_log_probs``, in the
   support's order, or dense rows with their own ids. Such rows must cover the support: a part of it would be a head.
 
-Ids alone can be replayed, not centred.
+Ids alone can be replayed, not centered.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offpolicy_corr.candidates import CandidateSet
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.candidates import CandidateSet
+from offpolicy_corr.records.errors import RecordError
 
 from .host import Batch, check_row_lengths, missing, need_per_sample
 from .layout import Layout, Tokens
@@ -110,7 +110,7 @@ def _support(batch: Batch, layout: Layout, sample: int, trained: Tensor, centere
         return CandidateSet.from_support(ids, offsets, logprobs)
     if batch.get(_TOPK_LOGPROBS) is None:
         raise missing(
-            _MASK_LOGPROBS, "and a centred loss needs a log-prob for every id of the support", sample
+            _MASK_LOGPROBS, "and a centered loss needs a log-prob for every id of the support", sample
         )
     logprobs = _array(batch, layout, _TOPK_LOGPROBS, sample)
     if batch.get(_TOPK_IDS) is not None:

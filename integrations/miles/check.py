@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offpolicy_corr.errors import RecordError
-from offpolicy_corr.requests import RequestParameters, request_parameters
-from offpolicy_corr.spec import SamplerSpec
+from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.records.requests import RequestParameters, request_parameters
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 from .host import torch_native
 from .options import (
@@ -171,7 +171,7 @@ def needs(args: Any, settings: Settings) -> list[str]:
     request = request_parameters(sampling, settings.correction, num_candidates=count)
     center = "score centering, " if settings.correction.center else ""
     lines = [
-        f"ok: {center}{settings.correction.weight}, candidates: {kind}, denominator: {settings.denominator}"
+        f"ok: {center}{settings.correction.rule}, candidates: {kind}, denominator: {settings.denominator}"
     ]
     flags = request.server_flags or ("no flag beyond Miles' own",)
     lines += ["", "SGLang server:", *(f"  {flag}" for flag in flags)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.errors import RecordError
 
 Batch = dict[str, Any]
 
@@ -65,7 +65,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "rollout_sampling_mask_offsets": (_MASK, f"upgrade, or {_EXTEND}"),
     "rollout_sampling_mask_log_probs": (
         _MASK,
-        f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or use an uncentred correction",
+        f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or leave centering out",
     ),
     LAG_KEY: ("no version carries it", f"name the converter and {_EXTEND}, or leave the staleness guard out"),
     GROUP_KEY: (

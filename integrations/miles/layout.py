@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.errors import RecordError
 
 from .host import Batch, need
 

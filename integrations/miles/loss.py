@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from offpolicy_corr.centering import live
-from offpolicy_corr.errors import RecordError
 from offpolicy_corr.loss import policy_loss as core_policy_loss
-from offpolicy_corr.record import SamplerRecord
+from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.result import PolicyLoss
 
 from .candidates import read_candidates, spread
@@ -75,7 +75,7 @@ def policy_loss(
     inputs = _read(args, settings, batch, layout, logits, sum_of_sample_mean, group_of(state.cp))
     out = _evaluate(args, settings, layout, inputs, logits, group_of(state.tp))
     rows = inputs.held.rows.to(logits.device)
-    tokens = replace(out.tokens, **{name: value[rows] for name, value in vars(out.tokens).items()})
+    tokens = replace(out.diagnostics, **{name: value[rows] for name, value in vars(out.diagnostics).items()})
     cp_group = group_of(state.cp)
     weights = inputs.weights
     keep = keep_sequences(settings, layout, inputs, tokens, cp_group)

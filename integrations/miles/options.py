@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from offpolicy_corr.regularizers import KL_ESTIMATORS
+from offpolicy_corr.kl import KL_ESTIMATORS
 
 from .host import torch_native
 from .settings import Settings, SettingsError, number
@@ -32,7 +32,7 @@ _MUST_BE_OFF: dict[str, str] = {
     "recompute_logprobs_via_prefill": "replaces q, which was sampled from, by the log-probs of a later pass",
     "skip_actor_forward_only": "is for policy_loss alone in Miles",
     "sglang_speculative_algorithm": "leaves open whether recorded log-probs are those of what was drawn from",
-    "multi_lora": "normalises per adapter behind the loss, not checked with this loss",
+    "multi_lora": "normalizes per adapter behind the loss, not checked with this loss",
 }
 _NUMBERS = (
     "rollout_temperature",
@@ -88,9 +88,9 @@ def tis_refusals(args: Any, settings: Settings) -> list[str]:
     if settings.correction.center:
         found.append(
             "score centering needs logits, which this hook does not get: set loss_type: custom_loss and "
-            f"custom_loss_function_path: {LOSS_PATH}, or an uncentred correction (mis, tis, clamp)"
+            f"custom_loss_function_path: {LOSS_PATH}, or an uncentered correction (mis, tis, clamp)"
         )
-    if type(settings.correction.weight).__name__ == "PPOClip":
+    if type(settings.correction.rule).__name__ == "PPOClip":
         found.append(
             "correction ppo needs advantages, which the hook does not get; Miles' policy_loss clips by itself"
         )

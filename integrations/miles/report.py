@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offpolicy_corr.regularizers import kl_value
+from offpolicy_corr.kl import kl_value
 from offpolicy_corr.result import TokenDiagnostics
 
 from .options import filters
@@ -33,7 +33,7 @@ class Report:
 
     Always ``loss pg_loss entropy_loss train_rollout_logprob_abs_diff train_rollout_kl`` (named as Miles' own losses
     name them; k3 of KL(sampler‖trainer)), ``kl_loss`` with a reference, and under ``offpolicy_corr/``: ``kl_k1 ratio
-    ratio_squared weight kept out_of_band``; with candidates ``correction``, with heads ``sampler_head_mass
+    ratio_squared weight kept out_of_band``; with candidates ``centering_term``, with heads ``sampler_head_mass
     trainer_head_mass sampler_tail_mass trainer_tail_mass``, with supports ``support_mass`` (the trainer's own mass of
     the support); with guards ``sequence_kept``; for every group ``group/<name>/`` ``tokens kl_k1 kept out_of_band``,
     its part of the batch's means. Ratios enter at no more than e²⁰.
@@ -66,7 +66,7 @@ class Report:
         keys += ["train_rollout_logprob_abs_diff", "train_rollout_kl"]
         own = ["kl_k1", "ratio", "ratio_squared", "weight", "kept", "out_of_band"]
         if self.kind != "none":
-            own.append("correction")
+            own.append("centering_term")
         if self.kind == "heads":
             own += ["sampler_head_mass", "trainer_head_mass", "sampler_tail_mass", "trainer_tail_mass"]
         elif self.kind == "supports":
@@ -123,7 +123,7 @@ class Report:
             "weight": tokens.weight,
             "kept": tokens.kept,
             "out_of_band": outside,
-            "correction": tokens.correction,
+            "centering_term": tokens.centering_term,
             "sampler_head_mass": tokens.sampler_head_mass,
             "trainer_head_mass": tokens.trainer_head_mass,
             "sampler_tail_mass": 1.0 - tokens.sampler_head_mass,

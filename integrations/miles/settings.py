@@ -34,7 +34,7 @@ class Settings:
         correction: from ``correction`` (a name of `Correction.from_name`, default ``sc+mis``) and its bounds
             ``low``, ``high``, ``cap``, ``tail_floor``.
         candidates: ``"heads"`` (rollout_topk_*), ``"supports"`` (rollout_sampling_mask_*), ``"none"``. None, the
-            default: supports where Miles samples with top-p or top-k, else heads for a centred correction, else
+            default: supports where Miles samples with top-p or top-k, else heads for a centered correction, else
             none.
         denominator: ``"all"``: a token that the rule drops stays in its sample's mean; ``"kept"``: a sample's
             surviving tokens share its whole weight. Both Miles backends then agree.
@@ -98,9 +98,9 @@ class Settings:
     def _check_together(self) -> None:
         centered = self.correction.center
         if centered and self.candidates == "none":
-            raise SettingsError("a centred correction needs candidates: heads or supports, not none")
+            raise SettingsError("a centered correction needs candidates: heads or supports, not none")
         if centered and self.denominator == "kept":
-            reason = "a centred correction trains on dropped tokens too, so they stay in the denominator"
+            reason = "a centered correction trains on dropped tokens too, so they stay in the denominator"
             raise SettingsError(
                 f"denominator: kept contradicts correction: sc+…: {reason}. Use denominator: all"
             )

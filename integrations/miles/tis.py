@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offpolicy_corr import guards
-from offpolicy_corr.errors import RecordError
+from offpolicy_corr.records.errors import RecordError
 
 from .host import all_reduce, check_row_lengths, group_of
 from .layout import Layout, Tokens
@@ -39,7 +39,7 @@ def tis_function(
     """Weight Miles' token losses by f(p_old/q), drop guarded sequences, report the mismatch.
 
     Args:
-        args: Miles' arguments; read are ``offpolicy_corr`` (an uncentred correction), ``use_tis``, ``qkv_format``.
+        args: Miles' arguments; read are ``offpolicy_corr`` (an uncentered correction), ``use_tis``, ``qkv_format``.
             Without ``use_tis`` Miles wants metrics alone: ``pg_loss`` is handed back untouched.
         pg_loss: token losses of the context-parallel slice, ``[C]``, differentiable.
         train_log_probs, rollout_log_probs: log p of the trainer's old policy and log q, CP-local lists, constants.
@@ -64,7 +64,7 @@ def tis_function(
     masks = _full_mask(loss_masks, response_lengths, pg_loss.device)
     trained = masks[listed.flat(layout).to(pg_loss.device)]
     log_ratio = _log_ratio(layout, train_log_probs, rollout_log_probs, trained, settings.validate)
-    weight = settings.correction.weight.weight(log_ratio, torch.ones_like(log_ratio))
+    weight = settings.correction.rule.weight(log_ratio, torch.ones_like(log_ratio))
     weight = torch.where(trained, weight, 0.0)
     group = group_of(parallel_state.cp)
     keep = _keep(settings, layout, listed, log_ratio, masks, group)

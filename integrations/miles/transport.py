@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from offpolicy_corr.candidates import CandidateSet
-from offpolicy_corr.errors import RecordError
-from offpolicy_corr.record import SamplerRecord
+from offpolicy_corr.records.candidates import CandidateSet
+from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.records.record import SamplerRecord
 
 from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, UnknownVersion, first_module
 from .options import drops_count
@@ -98,7 +98,7 @@ def attach(
 
     Args:
         sample: ``tokens`` and ``response_length`` are set.
-        record: the response's tokens, ``[R]``. Of several turns: `offpolicy_corr.assembly.assemble` joins them, tool
+        record: the response's tokens, ``[R]``. Of several turns: `offpolicy_corr.assemble` joins them, tool
             tokens included; select what lies behind the first prompt.
         group: the group that drew all of it; None: the record's own groups, token by token, where it has some.
         loss_mask: bool ``[R]``, False at tokens that nobody sampled; becomes the sample's. None: all are trained.
@@ -248,7 +248,7 @@ def _replace(name: str, owner: Any, attribute: str, value: Any) -> None:
 
 
 def _probe_shards(original: Callable[..., Any]) -> None:
-    """Known behaviour: known keys are split by partition, all others dropped."""
+    """Known behavior: known keys are split by partition, all others dropped."""
     data = {"tokens": [[1], [2]], "total_lengths": [1, 1], "offpolicy_corr_probe": [3, 4]}
     try:
         shards = original(Namespace(), data, [[1], [0]])
@@ -263,7 +263,7 @@ def _probe_shards(original: Callable[..., Any]) -> None:
 
 
 def _probe_iterator(iterator: Any) -> None:
-    """Known behaviour: exactly the keys asked for, absent ones as None."""
+    """Known behavior: exactly the keys asked for, absent ones as None."""
     try:
         probe = iterator({"tokens": [1, 2]}, micro_batch_size=1)
         known = probe.get_next(["tokens", "offpolicy_corr_probe"]) == {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.errors import RecordError
-from offpolicy_corr.versions import UNDECLARED
+from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.records.weight_versions import UNDECLARED
 
 UNKNOWN = -1
 

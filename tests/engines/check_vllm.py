@@ -18,8 +18,8 @@ import torch
 from offpolicy_corr.integrations.vllm import read_json, read_output, read_stream
 
 import offpolicy_corr as oc
-from offpolicy_corr.spec import SamplerSpec
-from offpolicy_corr.statistics import inspect
+from offpolicy_corr.records.inspection import inspect
+from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 FOLDER = Path(os.environ.get("VLLM_ANSWERS", "build/vllm"))
 TEMPERATURE, VOCAB = 0.7, 192
@@ -149,7 +149,7 @@ def test_trainer_agrees_to_bfloat16(name: str) -> None:
 
 
 def test_a_version_that_changed_while_sampling_comes_as_spans() -> None:
-    (item,) = answers("processed")["relabelled"]
+    (item,) = answers("processed")["relabeled"]
     record = read_output(as_object(item["output"]), PLAIN)
     versions = record.weight_version.tolist()
     assert versions == sorted(versions) and set(versions) == {-1, 42}

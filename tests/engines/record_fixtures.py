@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = "python tests/engines/run_vllm.py --out DIR --samples 1 --length 6"
-PYTHON = ("head", "head_flat", "sampled", "filtered", "filtered_flat", "relabelled")
+PYTHON = ("head", "head_flat", "sampled", "filtered", "filtered_flat", "relabeled")
 
 
 def main(source: Path, target: Path) -> None:

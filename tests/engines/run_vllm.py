@@ -120,17 +120,17 @@ def run_python(model: Path, mode: str, samples: int, length: int) -> dict[str, A
                 for one in out.outputs
             ]
     if mode != "raw_logprobs":
-        answers["relabelled"] = relabelled(engine, length)
+        answers["relabeled"] = relabeled(engine, length)
     return answers
 
 
-def relabelled(engine: Any, length: int) -> list[dict[str, Any]]:
+def relabeled(engine: Any, length: int) -> list[dict[str, Any]]:
     """An answer whose weight version changes while it is sampled."""
     from vllm import SamplingParams
 
     core, finished = engine.llm_engine, []
     parameters = SamplingParams(**REQUESTS["head"], max_tokens=length, seed=7, ignore_eos=True)
-    core.add_request("relabelled", {"prompt_token_ids": PROMPTS[0]}, parameters)
+    core.add_request("relabeled", {"prompt_token_ids": PROMPTS[0]}, parameters)
     for step in range(20 * length):
         if step == 2:
             engine.update_weight_version("42")

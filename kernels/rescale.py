@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import define, on_device_of, tiles_for
-from .row import column_offsets
+from .row_passes import column_offsets
 
 
 @triton.jit

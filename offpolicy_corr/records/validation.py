@@ -1,4 +1,4 @@
-"""The checks behind `SamplerRecord.validate`: vectorised, evaluated together, reported one at a time."""
+"""The checks behind `SamplerRecord.validate`: vectorized, evaluated together, reported one at a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..csr import row_index, segment_sum
 from .candidates import CandidateSet
 from .errors import RecordError
 from .missing import SENTINEL
-from .segments import row_index, segment_sum
-from .spec import SamplerSpec
+from .sampler_spec import SamplerSpec
 
 if TYPE_CHECKING:
     from .record import SamplerRecord
@@ -316,7 +316,7 @@ def _logprob_checks(record: SamplerRecord, offsets: Tensor, rows: Tensor, is_tok
     head = ~complete & (mass > 1.0 + HEAD_MASS_ABOVE_ONE)
     problem = "the head's probabilities sum to more than 1"
     checks.append(
-        Check(head, "candidates.logprobs", mass, problem, "Ids are duplicated or q is not normalised.")
+        Check(head, "candidates.logprobs", mass, problem, "Ids are duplicated or q is not normalized.")
     )
     off = complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
     problem = "the probabilities of a complete set do not sum to 1"

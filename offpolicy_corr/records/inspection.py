@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..csr import segment_max
 from .errors import RecordError
 from .record import SamplerRecord
-from .segments import segment_max
 from .validation import as_mask
 
 
@@ -31,8 +31,8 @@ class Thresholds:
 
     Args:
         min_tokens: a group with fewer trained tokens is not judged.
-        lag_factor: log q fits a neighbour's log p this many times better than its own token's.
-        quantised_share: share of log-probs that half precision can hold exactly.
+        lag_factor: log q fits a neighbor's log p this many times better than its own token's.
+        quantized_share: share of log-probs that half precision can hold exactly.
         uniform_spread: standard deviation (nats) below which all log q are one number; ``uniform_level`` is
             the level (nats) that they must lie below.
         zero_run: length of a run of exact zeros at the end of a sample.
@@ -46,7 +46,7 @@ class Thresholds:
 
     min_tokens: int = 64
     lag_factor: float = 3.0
-    quantised_share: float = 0.999
+    quantized_share: float = 0.999
     uniform_spread: float = 0.05
     uniform_level: float = -5.0
     zero_run: int = 2
@@ -107,7 +107,7 @@ class Inspection:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Trained tokens of one group, fp64, in order; ``adjacent`` marks neighbours of one sample."""
+    """Trained tokens of one group, fp64, in order; ``adjacent`` marks neighbors of one sample."""
 
     name: str
     logq: Tensor
@@ -131,8 +131,8 @@ def inspect(
 ) -> Inspection:
     """Look for statistical faults, group by group; groups are never averaged before they are judged.
 
-    Kinds: ``"unwitnessed_zeros"``, ``"quantised"``, ``"uniform"``; with the trainer's log-probs also
-    ``"lag"`` (log q belongs to the neighbouring token), ``"mismatch"`` (above the gate), ``"outlier"`` (one
+    Kinds: ``"unwitnessed_zeros"``, ``"quantized"``, ``"uniform"``; with the trainer's log-probs also
+    ``"lag"`` (log q belongs to the neighboring token), ``"mismatch"`` (above the gate), ``"outlier"`` (one
     group, or one version of a group, far from the others), ``"mean_ratio"`` (E_q[p/q] ≠ 1: log q is not that
     of the sampler).
 
@@ -154,14 +154,14 @@ def inspect(
     findings = find_unwitnessed_zeros(record, loss_mask, sequence_ids, limits.zero_run)
     large = [group for group in groups if len(group.logq) >= limits.min_tokens]
     for group in large:
-        findings += _find_quantised(group, limits) + _find_uniform(group, limits)
+        findings += _find_quantized(group, limits) + _find_uniform(group, limits)
         if group.logp is not None:
             findings += (
                 _find_lag(group, limits) + _find_above_gate(group, limits) + _find_ratio(group, limits)
             )
     if trainer_logprobs is not None:
         findings += _find_outliers(large, limits)
-    report = Inspection(tuple(_summarise(group) for group in groups), tuple(findings))
+    report = Inspection(tuple(_summarize(group) for group in groups), tuple(findings))
     for finding in findings:
         if on_finding == "raise":
             remedy = (
@@ -266,7 +266,7 @@ def _split(
     return result
 
 
-def _summarise(group: _Group) -> GroupSummary:
+def _summarize(group: _Group) -> GroupSummary:
     mean, zeros = float(group.logq.mean()), float((group.logq == 0).double().mean())
     if group.logp is None:
         return GroupSummary(group.name, len(group.logq), mean, zeros)
@@ -275,17 +275,17 @@ def _summarise(group: _Group) -> GroupSummary:
     return GroupSummary(group.name, len(d), mean, zeros, float(d.abs().mean()), kl, float(d.exp().mean()))
 
 
-def _find_quantised(group: _Group, limits: Thresholds) -> list[Finding]:
+def _find_quantized(group: _Group, limits: Thresholds) -> list[Finding]:
     values = group.logq[group.logq != 0].float()
     if len(values) < limits.min_tokens:
         return []
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         share = float((values.to(dtype).float() == values).double().mean())
-        if share >= limits.quantised_share:
+        if share >= limits.quantized_share:
             message = (
                 f"group {group.name}: log-probs were rounded to {name}; a ratio is then off by up to 1 %"
             )
-            return [Finding("quantised", group.name, message, value=share)]
+            return [Finding("quantized", group.name, message, value=share)]
     return []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.transport import from_fields, to_fields
+from offpolicy_corr.records.rollout_fields import from_fields, to_fields
 
 HALF = float(np.float32(math.log(0.5)))
 

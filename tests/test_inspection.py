@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.statistics import RecordWarning, Thresholds, find_unwitnessed_zeros, inspect
+from offpolicy_corr.records.inspection import RecordWarning, Thresholds, find_unwitnessed_zeros, inspect
 
 COUNT = 600
 
@@ -59,7 +59,7 @@ def test_log_probs_rounded_to_half_precision_are_found(dtype: torch.dtype) -> No
     logq, _ = sampled()
     group = torch.arange(COUNT) % 3
     rounded = torch.where(group == 1, logq.to(dtype).float(), logq)
-    assert kinds(fleet(rounded)) == {("quantised", "b")}
+    assert kinds(fleet(rounded)) == {("quantized", "b")}
 
 
 def test_the_uniform_q_of_an_unloaded_engine_is_found() -> None:
@@ -101,7 +101,7 @@ def test_masked_tokens_are_not_judged_and_samples_are_not_joined() -> None:
     logq[::2], logp[::2] = torch.nan, torch.nan
     mask = torch.arange(COUNT) % 2 == 1
     assert kinds(oc.SamplerRecord(torch.arange(COUNT), logq), logp, loss_mask=mask) == set()
-    alone = sampled()[0].roll(1)  # each token its own sample: no neighbours, no lag
+    alone = sampled()[0].roll(1)  # each token its own sample: no neighbors, no lag
     found = kinds(
         oc.SamplerRecord(torch.arange(COUNT), alone), sampled()[1], sequence_ids=torch.arange(COUNT)
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import offpolicy_corr as oc
-from offpolicy_corr.requests import request_parameters
-from offpolicy_corr.spec import SamplerSpec, check_fleet, specs_from_plain, specs_to_plain
+from offpolicy_corr.records.requests import request_parameters
+from offpolicy_corr.records.sampler_spec import SamplerSpec, check_fleet, specs_from_plain, specs_to_plain
 
 NOT_LOG_Q: list[tuple[dict[str, Any], str, str]] = [
     ({"engine": "sglang", "logprobs": "temperature", "top_p": 0.9}, "spec.logprobs", "return_sampling_mask"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .row import (
+from .row_passes import (
     LARGEST_TAIL_SCALE_BY_SUBTRACTION,
     clear_row,
     exact_head,

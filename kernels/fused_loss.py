@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .row import (
+from .row_passes import (
     _LOWEST,
     LARGEST_TAIL_SCALE_BY_SUBTRACTION,
     LN2,
@@ -34,7 +34,7 @@ from .row import (
     shift_of,
     write_row,
 )
-from .rules import tail_scale, token_weight, weighted_prob
+from .weights import tail_scale, token_weight, weighted_prob
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def fused_loss(
         # ---- weight, coefficients, loss
         log_ratio = token_logp - tl.load(logq + t).to(tl.float32)
         weight = token_weight(log_ratio, advantage, log_low, log_high, RULE)
-        alpha, centre, correction, penalty = 0.0, 0.0, 0.0, 0.0
+        alpha, center, correction, penalty = 0.0, 0.0, 0.0, 0.0
         if CENTER and ids is not None:
             alpha = tail_scale(rho, advantage, low, high, tail_low, tail_high, RULE)
             alpha = tl.where(is_complete, 0.0, alpha)
@@ -137,7 +137,7 @@ def fused_loss(
                 shifted, candidate_logq, first, last, top, log_mass, advantage, alpha,
                 low, high, log_low, log_high, RULE, K_BLOCK,
             )  # fmt: skip
-            centre = head + _product(alpha, p_tail)
+            center = head + _product(alpha, p_tail)
         pull = _product(advantage, weight)
         loss = penalty - _product(pull, token_logp)
         if KL > 0:
@@ -148,7 +148,7 @@ def fused_loss(
             loss -= entropy_coef * entropy
         usable = finite
         if CENTER:
-            usable = finite & (first < last)  # a centred row without a candidate has no loss to fall back to
+            usable = finite & (first < last)  # a centered row without a candidate has no loss to fall back to
         loss = tl.where(usable, loss, float("nan"))
         _report(
             results + t, rows, loss, finite, token_logp, log_ratio, weight, entropy, correction,
@@ -161,7 +161,7 @@ def fused_loss(
             _write_gradient(
                 row, out, shifted, ids, candidate_logq, first, last, is_complete, token, token_logp,
                 heat, shift, total, log_total, top, log_mass, entropy,
-                advantage, pull, centre, alpha, factor, entropy_coef, low, high, log_low, log_high,
+                advantage, pull, center, alpha, factor, entropy_coef, low, high, log_low, log_high,
                 column_stride, out_column_stride, width, first_id, RULE, CENTER, ENTROPY, CONTIGUOUS, BLOCK, K_BLOCK,
             )  # fmt: skip
     else:
@@ -175,7 +175,7 @@ def fused_loss(
 def _write_gradient(
     row, out, shifted, ids, candidate_logq, first, last, is_complete, token, token_logp,
     heat, shift, total, log_total, top, log_mass, entropy,
-    advantage, pull, centre, alpha, factor, entropy_coef, low, high, log_low, log_high,
+    advantage, pull, center, alpha, factor, entropy_coef, low, high, log_low, log_high,
     column_stride, out_column_stride, width, first_id,
     RULE: tl.constexpr, CENTER: tl.constexpr, ENTROPY: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -183,7 +183,7 @@ def _write_gradient(
     """Sweep 2 and the scatter: the gradient of the row's loss times ``factor``, with respect to its raw logits."""
     advantage_scaled = _product(factor, advantage)
     pull = _product(factor, pull)
-    on_head = pull - _product(advantage_scaled, centre)
+    on_head = pull - _product(advantage_scaled, center)
     bonus = factor * entropy_coef if ENTROPY else 0.0
     cooling = heat * LN2  # 1 / temperature: the gradient is with respect to raw logits
     dense = tl.where(is_complete, 0.0, on_head + _product(advantage_scaled, alpha))

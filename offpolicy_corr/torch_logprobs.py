@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .centering import entropy_slope, product
-from .dense import chunk_scratch, clear, statistics, take, trained_rows, write
+from .csr import segment_sum
+from .loss_inputs import Terms
 from .replay import from_statistics
-from .segments import segment_sum
-from .softmax import RowBlock, RowGradient
-from .terms import Terms
+from .row_passes import RowBlock, RowGradient
+from .torch_loss import chunk_scratch, clear, statistics, take, trained_rows, write
 from .vocab_parallel import VocabShard
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .candidates import CandidateSet
 from .errors import RecordError
 from .record import SamplerRecord
-from .spec import SamplerSpec, specs_from_plain, specs_to_plain
+from .sampler_spec import SamplerSpec, specs_from_plain, specs_to_plain
 from .storage import write_atomically
 
 VERSION = 2  # 1: no specs

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .centering import closed_form
+from .csr import segment_logsumexp
+from .loss_inputs import Settings, Terms
 from .replay import TrainerLogprobs, support_entropy
 from .result import pack
-from .segments import segment_logsumexp
-from .softmax import compute_dtype
-from .terms import Settings, Terms
+from .row_passes import compute_dtype
 
 if TYPE_CHECKING:
     from .hidden import HeadGradients, LMHead

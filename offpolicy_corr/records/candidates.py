@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .segments import as_index, row_index, segment_sum, take_rows
-from .weights import WeightRule
+from ..csr import as_index, row_index, segment_sum, take_rows
+from ..weights import WeightRule
 
 
 def _require(condition: bool, message: str) -> None:
@@ -32,8 +32,8 @@ class CandidateSet:
             temperature and after any filter; None where only the ids of supports were recorded.
         offsets: int64 ``[T + 1]``; token ``t`` owns ``ids[offsets[t]:offsets[t + 1]]``.
         complete: bool ``[T]``. True: the set is everything the sampler could have drawn (top-p, top-k), so the
-            trainer renormalises over it and centering is exact. False: the set is the head of a distribution
-            over the whole vocabulary, and the rest is modelled.
+            trainer renormalizes over it and centering is exact. False: the set is the head of a distribution
+            over the whole vocabulary, and the rest is modeled.
 
     Raises:
         TypeError: wrong dtypes or ranks; half-precision log-probs (a head's mass would be off by up to 3e-3).
@@ -73,7 +73,7 @@ class CandidateSet:
 
     @classmethod
     def from_support(cls, ids: Tensor, offsets: Tensor, logprobs: Tensor | None = None) -> CandidateSet:
-        """Whole top-p or top-k supports in CSR form. Without ``logprobs`` they can be replayed but not centred."""
+        """Whole top-p or top-k supports in CSR form. Without ``logprobs`` they can be replayed but not centered."""
         complete = torch.ones(offsets.numel() - 1, dtype=torch.bool, device=ids.device)
         return cls(ids, logprobs, offsets, complete)
 
@@ -155,7 +155,7 @@ class CandidateSet:
 
         Any subset chosen by q alone is a head again, so centering stays valid; what it costs is
         `certificate`'s growth. The choice never looks at the sampled token; equal log-probs keep their order.
-        Complete rows are left alone: they have no tail that could be modelled.
+        Complete rows are left alone: they have no tail that could be modeled.
         """
         if not 0.0 < mass <= 1.0 or max_k < 1:
             raise ValueError(f"trim needs 0 < mass <= 1 and max_k >= 1, got mass={mass}, max_k={max_k}")
@@ -184,9 +184,9 @@ class CandidateSet:
         trainer_tail_mass: Tensor | None = None,
         tail_floor: float = 1e-6,
     ) -> Tensor:
-        """Bound on the drift that the modelled tail can leave behind, float64 ``[T]``, per unit of |advantage|.
+        """Bound on the drift that the modeled tail can leave behind, float64 ``[T]``, per unit of |advantage|.
 
-        It bounds the L1 norm, over logits after temperature, of the expected centred gradient under the true q
+        It bounds the L1 norm, over logits after temperature, of the expected centered gradient under the true q
         when every advantage is equal. Exact rows have none. ``trainer_tail_mass`` (``1 − P_H``, ``[T]``)
         sharpens it; before the trainer's pass it is unknown and taken as 1. Without ``advantages`` a rule that
         looks at their sign gets the worse of the two.

@@ -25,9 +25,9 @@ from .candidates import CandidateSet
 from .errors import RecordError
 from .packing import pack, unpack
 from .record import SamplerRecord
-from .spec import specs_from_plain, specs_to_plain
+from .sampler_spec import specs_from_plain, specs_to_plain
 
-FORMAT = "offpolicy_corr.record"
+FORMAT = "offpolicy_corr.records.record"
 VERSION = 2  # 1: no specs, columns not packed
 _HEADER, _CHECKSUM = "header", "header_crc32"
 _TENSORS = ("tokens", "logprobs", "temperature", "group", "weight_version")

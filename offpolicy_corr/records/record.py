@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..csr import as_index
 from .candidates import CandidateSet
-from .segments import as_index
-from .spec import SamplerSpec, check_fleet
+from .sampler_spec import SamplerSpec, check_fleet
 from .validation import check_record
 
 

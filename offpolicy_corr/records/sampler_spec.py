@@ -36,7 +36,7 @@ class SamplerSpec:
 
     Args:
         engine: ``"sglang"``, ``"vllm"``, or another engine's name.
-        logprobs: what the recorded log-probs are normalised over. ``"raw"``: the vocabulary at temperature 1,
+        logprobs: what the recorded log-probs are normalized over. ``"raw"``: the vocabulary at temperature 1,
             before filters. ``"temperature"``: the vocabulary after temperature, before filters (SGLang's
             ``output_token_logprobs``). ``"processed"``: after temperature and filters. ``"support"``: the
             same, with a value for every id of the support.
@@ -53,7 +53,7 @@ class SamplerSpec:
         rescored_temperature: where the log-probs come from a later pass and not from the sampler, its
             temperature.
         weights, activations, kv_cache: numeric formats, for example ``"nvfp4"``, ``"fp8"``, ``"bf16"``.
-        scale_format: of quantised blocks, for example ``"ue8m0"``.
+        scale_format: of quantized blocks, for example ``"ue8m0"``.
         architecture, kernels, sampling_backend: for example ``"sm100"``, ``"cutlass"``, ``"flashinfer"``. The
             same weight format runs through different kernels on different GPUs, so a precision alone names no
             numeric.
@@ -114,7 +114,7 @@ class SamplerSpec:
         return self.top_p < 1.0 or self.limit is not None or self.min_p > 0.0
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether anything but temperature and the filters changed the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) or self.constrained
@@ -207,7 +207,7 @@ def _check_vllm(spec: SamplerSpec) -> None:
     if spec.temperature < VLLM_LOWEST_TEMPERATURE:
         remedy = f"The engine samples at {VLLM_LOWEST_TEMPERATURE}: declare that."
         _refuse("vLLM raises so low a temperature", "temperature", spec.temperature, remedy)
-    if spec.logprobs == "raw" and spec.penalises:
+    if spec.logprobs == "raw" and spec.penalizes:
         remedy = "They are taken before penalties and biases. " + _remedy(spec)
         _refuse("raw log-probs are not log q under penalties", "logprobs", "raw", remedy)
     version = _version(spec.engine_version)

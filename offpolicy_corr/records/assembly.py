@@ -1,6 +1,6 @@
 """Turns of an agent, retries and partial rollouts, joined into one sequence by their exact token ids.
 
-Nothing is tokenised, cut or aligned by guess: every call to an engine says which ids it was given and which
+Nothing is tokenized, cut or aligned by guess: every call to an engine says which ids it was given and which
 it drew, and the next call's context must begin with all that came before.
 """
 
@@ -16,7 +16,7 @@ from .candidates import CandidateSet
 from .errors import RecordError, within_sample
 from .missing import missing_tokens
 from .record import SamplerRecord
-from .spec import SamplerSpec, check_fleet
+from .sampler_spec import SamplerSpec, check_fleet
 from .validation import is_integer
 
 
@@ -167,7 +167,7 @@ def prompt_ids(num_sequences: int, samples_per_prompt: int) -> Tensor:
     return torch.arange(num_sequences) // samples_per_prompt
 
 
-def group_advantages(rewards: Tensor, prompts: Tensor, normalise: bool = True) -> Tensor:
+def group_advantages(rewards: Tensor, prompts: Tensor, normalize: bool = True) -> Tensor:
     """Reward minus the mean of its prompt's samples, over their standard deviation: floating ``[S]``.
 
     Equal rewards give exactly 0: a spread that is only rounding (below 1e-6 of the largest reward) is none,
@@ -176,19 +176,19 @@ def group_advantages(rewards: Tensor, prompts: Tensor, normalise: bool = True) -
     Args:
         rewards: floating ``[S]``, one a sequence.
         prompts: integer ``[S]``, explicit ids; groups may differ in size and need not be contiguous.
-        normalise: divide by the (biased) standard deviation.
+        normalize: divide by the (biased) standard deviation.
     """
     if rewards.shape != prompts.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and prompts {tuple(prompts.shape)} must match")
     _, index, counts = torch.unique(prompts, return_inverse=True, return_counts=True)
     values = rewards.double()
     sums = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device)
-    centred = values - (sums.index_add(0, index, values) / counts)[index]
-    std = (sums.index_add(0, index, centred.square()) / counts).sqrt()[index]
+    centered = values - (sums.index_add(0, index, values) / counts)[index]
+    std = (sums.index_add(0, index, centered.square()) / counts).sqrt()[index]
     largest: Tensor = sums.scatter_reduce(0, index, values.abs(), "amax")[index]
     constant = std <= 1e-6 * largest
-    centred = centred / torch.where(constant, 1.0, std) if normalise else centred
-    result: Tensor = centred.masked_fill(constant, 0.0).to(rewards.dtype)
+    centered = centered / torch.where(constant, 1.0, std) if normalize else centered
+    result: Tensor = centered.masked_fill(constant, 0.0).to(rewards.dtype)
     return result
 
 
@@ -211,7 +211,7 @@ def _continuation(sequence: Tensor, prompt: Tensor, index: int) -> Tensor:
         expected = int(sequence[token])
         value = int(prompt[token]) if token < len(prompt) else None
         remedy = (
-            f"Id {expected} was expected. The context was tokenised again, or an answer was dropped or cut: keep "
+            f"Id {expected} was expected. The context was tokenized again, or an answer was dropped or cut: keep "
             "the engine's ids, and say kept=0 (retried) or kept=n (cut)."
         )
         field = f"turns[{index}].prompt"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offpolicy_corr.softmax import RowStats
-from offpolicy_corr.terms import Terms
+from offpolicy_corr.loss_inputs import Terms
+from offpolicy_corr.row_passes import RowStats
 from offpolicy_corr.vocab_parallel import VocabShard, share_peak, share_sums
 
 from .launch import contiguous, define, on_device_of, tiles_for, unrecorded_mass
-from .row import LOWEST_SHIFT
-from .statistics import row_statistics
+from .row_passes import LOWEST_SHIFT
+from .single_pass import row_statistics
 
 
 def local_statistics(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offpolicy_corr.dense import Job
-from offpolicy_corr.regularizers import KL_ESTIMATORS
+from offpolicy_corr.kl import KL_ESTIMATORS
 from offpolicy_corr.result import FIELDS
+from offpolicy_corr.torch_loss import Job
 
-from .fused import fused_loss
+from .fused_loss import fused_loss
 from .launch import contiguous, define, on_device_of, sharpness, tiles_for, unrecorded_mass
-from .rules import FusedRule
-from .shards import shared_statistics
+from .vocab_parallel import shared_statistics
+from .weights import FusedRule
 
 
 def visit(logits: Tensor, job: Job, gradient: Tensor | None) -> Tensor:
@@ -25,7 +25,7 @@ def visit(logits: Tensor, job: Job, gradient: Tensor | None) -> Tensor:
     candidates, correction = terms.candidates, settings.correction
     if gradient is not None and shard.width < gradient.shape[1]:
         gradient[:, shard.width :].zero_()
-    rule = FusedRule.of(correction.weight)
+    rule = FusedRule.of(correction.rule)
     heat = sharpness(terms, logits.device)
     exact_tail = correction.center and candidates is not None and rule.tail_scale_grows
     ids = candidate_logq = offsets = complete = q_tail = statistics = shifted = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .correction import Correction
+from ..correction import Correction
 from .errors import RecordError
-from .spec import SamplerSpec
+from .sampler_spec import SamplerSpec
 
 SGLANG_MASK_CAP = 4096  # default of --sampling-mask-max-tokens
 VLLM_LOGPROBS_CAP = 20  # default of --max-logprobs
@@ -34,8 +34,8 @@ def request_parameters(
 
     Args:
         spec: the group; its temperature and filters go into the request.
-        correction: None is `Correction()`. A centred one needs candidates; under filters the whole support is
-            needed for every correction, with its log-probs where centred.
+        correction: None is `Correction()`. A centered one needs candidates; under filters the whole support is
+            needed for every correction, with its log-probs where centered.
         num_candidates: size of the heads of an unfiltered sampler.
         endpoint: ``"generate"`` (SGLang's ``/generate``, vLLM's ``/inference/v1/generate``) or ``"chat"``.
 

@@ -10,14 +10,11 @@ from torch import Tensor
 
 from . import backend as backends
 from .correction import Correction
-from .dense import Job
-from .errors import RecordError
-from .record import SamplerRecord
-from .reduction import check_reduction, token_scale
-from .regularizers import KL_ESTIMATORS
-from .result import PolicyLoss, as_diagnostics, check_finite
-from .terms import Settings, Terms
-from .validation import (
+from .kl import KL_ESTIMATORS
+from .loss_inputs import Settings, Terms
+from .records.errors import RecordError
+from .records.record import SamplerRecord
+from .records.validation import (
     LOGPROB_ABOVE_ZERO,
     Check,
     as_mask,
@@ -26,6 +23,9 @@ from .validation import (
     is_integer,
     raise_first,
 )
+from .reduction import check_reduction, token_scale
+from .result import PolicyLoss, as_diagnostics, check_finite
+from .torch_loss import Job
 from .vocab_parallel import VocabShard
 
 _DEFAULT = Correction()  # made once: torch.compile cannot follow how it is made
@@ -108,7 +108,7 @@ def prepare(
     if options.validate:
         refuse_capture(like)
     settings = options.settings()
-    chosen = backends.choose(options.backend, like, settings.correction.weight)
+    chosen = backends.choose(options.backend, like, settings.correction.rule)
     check_reduction(options.reduction, options.denominator, options.sequence_ids)
     check_lengths(record)
     _check_shapes(record, advantages, options, like)
@@ -199,19 +199,19 @@ def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOption
 
 def _check_needs(record: SamplerRecord, correction: Correction) -> None:
     """What the correction needs and the record as a whole does not have."""
-    rule = type(correction.weight).__name__
-    if getattr(correction.weight, "uses_ratio", True) and record.logprobs is None:
+    rule = type(correction.rule).__name__
+    if getattr(correction.rule, "uses_ratio", True) and record.logprobs is None:
         remedy = "Record the sampler's log-probs, or use Unweighted."
         raise RecordError(f"{rule} weights by p/q and the record has no q", field="logprobs", remedy=remedy)
     if not correction.center:
         return
     if record.candidates is None:
         remedy = "Record a head or a support, or use center=False."
-        raise RecordError("a centred loss needs candidates", field="candidates", remedy=remedy)
+        raise RecordError("a centered loss needs candidates", field="candidates", remedy=remedy)
     if record.candidates.logprobs is None:
         remedy = "Ids alone can be replayed: record their log-probs too, or use center=False."
         raise RecordError(
-            "a centred loss needs log-probs of candidates", field="candidates.logprobs", remedy=remedy
+            "a centered loss needs log-probs of candidates", field="candidates.logprobs", remedy=remedy
         )
 
 
@@ -228,7 +228,7 @@ def _check_values(
     if settings.correction.center:
         assert record.candidates is not None
         counts = record.candidates.offsets.diff()
-        problem = "a trained token of a centred loss has no candidates"
+        problem = "a trained token of a centered loss has no candidates"
         remedy = "Record a head for it, mask it, or use center=False."
         checks.append(Check(counts == 0, "candidates.offsets", counts, problem, remedy))
     if options.ref_logprobs is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .candidates import CandidateSet
 from .correction import Correction
+from .records.candidates import CandidateSet
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offpolicy_corr.pair import Saved, Selection, Upstream
-from offpolicy_corr.pair import row_gradient as closed_form
 from offpolicy_corr.replay import from_statistics
+from offpolicy_corr.torch_logprobs import Saved, Selection, Upstream
+from offpolicy_corr.torch_logprobs import row_gradient as closed_form
 
 from .launch import contiguous, define, on_device_of, sharpness, tiles_for
-from .shards import local_statistics, shared_statistics
-from .statistics import row_gradient
+from .single_pass import row_gradient
+from .vocab_parallel import local_statistics, shared_statistics
 
 _LN2 = math.log(2.0)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .candidates import CandidateSet
-from .segments import segment_sum
-from .terms import Terms
+from .csr import segment_sum
+from .loss_inputs import Terms
+from .records.candidates import CandidateSet
 
 _LOWEST = -1e4  # exp of it is 0 in every dtype; finite, so that 0 · _LOWEST is 0 where 0 · −inf is NaN
 

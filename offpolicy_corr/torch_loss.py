@@ -1,4 +1,4 @@
-"""The PyTorch path over materialised logits: rows in chunks, loss and gradient in one visit to each."""
+"""The PyTorch path over materialized logits: rows in chunks, loss and gradient in one visit to each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .centering import TokenLoss, closed_form
+from .loss_inputs import Settings, Terms
 from .replay import from_statistics
 from .result import FIELDS, pack
-from .softmax import RowBlock, RowGradient, RowStats, Scratch, compute_dtype
-from .terms import Settings, Terms
+from .row_passes import RowBlock, RowGradient, RowStats, Scratch, compute_dtype
 from .vocab_parallel import VocabShard, share_peak, share_sums
 
 # elements: a tile stays in a core's cache, a block is large enough that per-row arithmetic does not count
