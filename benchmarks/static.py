@@ -44,7 +44,13 @@ _AXES: dict[str, tuple[Any, ...]] = {
     "inputs": ("usual", "other"),
 }
 # what inputs may also be, besides int64 tokens, int32 ids and fp32 log-probs
-_OTHER_INPUTS = {"tokens": "i32", "ids": "i64", "logq": "fp64", "reference": "fp64", "candidate_logq": "fp64"}
+_OTHER_INPUTS = {
+    "tokens": "i32",
+    "ids": "i64",
+    "logq": "fp64",
+    "ref_logprobs": "fp64",
+    "candidate_logq": "fp64",
+}
 
 
 @dataclass(frozen=True)
@@ -95,17 +101,17 @@ def fused(dtype: str = "bf16", **choices: Any) -> Configuration:
         pick["center"] = False  # refused before anything is launched
     absent = set()
     if not pick["kl"]:
-        absent.add("reference")
+        absent.add("ref_logprobs")
     if not pick["mask"]:
         absent.add("trained")
     if not pick["gradient"]:
         absent.add("gradient")
     if not pick["sharded"]:
-        absent.add("statistics")
+        absent.add("row_stats")
     if pick["candidates"] == "none":
-        absent |= {"ids", "offsets", "complete", "shifted"}
+        absent |= {"ids", "offsets", "complete", "candidate_logits"}
     if pick["candidates"] != "scored":
-        absent |= {"candidate_logq", "q_tail"}
+        absent |= {"candidate_logq", "sampler_tail"}
     constants = {
         "RULE": pick["rule"],
         "KL": pick["kl"],
@@ -141,7 +147,7 @@ def _configuration(
 ) -> Configuration:
     pointers = {
         "logits": dtype, "gradient": dtype, "tokens": "i64", "trained": "i1", "scale": "fp64", "ids": "i32",
-        "offsets": "i64", "complete": "i1", "listed": "i1",
+        "offsets": "i64", "complete": "i1", "token_is_candidate": "i1",
     }  # fmt: skip
     if inputs == "other":
         pointers |= _OTHER_INPUTS
@@ -177,15 +183,13 @@ def _configuration(
 
 
 def _kernels() -> dict[str, Any]:
-    from offpolicy_corr.kernels import fused_loss as fused
-    from offpolicy_corr.kernels import rescale as scale
-    from offpolicy_corr.kernels import single_pass as statistics
+    from offpolicy_corr.kernels import fused_loss, rescale, single_pass
 
     return {
-        "fused_loss": fused.fused_loss,
-        "row_statistics": statistics.row_statistics,
-        "row_gradient": statistics.row_gradient,
-        "scale_rows": scale.scale_rows,
+        "fused_loss": fused_loss.fused_loss,
+        "row_stats": single_pass.row_stats,
+        "row_gradient": single_pass.row_gradient,
+        "scale_rows": rescale.scale_rows,
     }
 
 
@@ -193,9 +197,9 @@ def main_configurations() -> list[Configuration]:
     """The variants that most steps of most runs launch."""
     found = [fused(), fused(entropy=True), fused(rule=0), fused("fp32"), fused(sharded=True)]
     for dtype in ("bf16", "fp32"):
-        found.append(_configuration("row_statistics", "default", dtype, ONCE, "aligned", {}, {"q_tail"}))
+        found.append(_configuration("row_stats", "default", dtype, ONCE, "aligned", {}, {"sampler_tail"}))
         found.append(
-            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, {"slope"})
+            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, {"slopes"})
         )
         found.append(_configuration("scale_rows", "default", dtype, ONCE, "aligned", {}, set()))
     return found
@@ -207,14 +211,16 @@ def all_configurations(strength: int = 2) -> list[Configuration]:
     axes = {name: _AXES[name] for name in ("dtype", "mask", "rows", "layout", "inputs")}
     for choices in covering(axes | {"candidates": (True, False), "extra": (True, False)}, strength):
         absent = set() if choices["mask"] else {"trained"}
-        for kernel in ("row_statistics", "row_gradient"):
+        for kernel in ("row_stats", "row_gradient"):
             missing = (
-                set() if choices["candidates"] else {"ids", "offsets", "on_candidates", "listed", "q_tail"}
+                set()
+                if choices["candidates"]
+                else {"ids", "offsets", "candidate_grads", "token_is_candidate", "sampler_tail"}
             )
-            if kernel == "row_statistics" and not choices["extra"]:
-                missing |= {"q_tail"}
+            if kernel == "row_stats" and not choices["extra"]:
+                missing |= {"sampler_tail"}
             if kernel == "row_gradient" and not choices["extra"]:
-                missing |= {"slope"}
+                missing |= {"slopes"}
             constants = {"SLOPED": choices["extra"]} if kernel == "row_gradient" else {}
             label = " ".join(f"{name}={value}" for name, value in choices.items())
             found.append(

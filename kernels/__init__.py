@@ -1,1 +1,1 @@
-"""Triton kernels and their autograd wrappers; reached through `offpolicy_corr.backend` only."""
+"""Row passes: Triton kernels and their launches, reached through `offpolicy_corr.backend` only."""

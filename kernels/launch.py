@@ -1,4 +1,4 @@
-"""How kernels are launched: tile sizes, and inputs in the form that kernels take."""
+"""Row passes: how kernels are launched, tile sizes and inputs in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offpolicy_corr.csr import segment_sum
-from offpolicy_corr.loss_inputs import Terms
+from offpolicy_corr.csr import row_mass
+from offpolicy_corr.loss_inputs import LossInputs
 from offpolicy_corr.records.candidates import CandidateSet
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -105,18 +105,18 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
-def sharpness(terms: Terms, device: torch.device) -> Tensor:
+def log2e_over_temperature(inputs: LossInputs, device: torch.device) -> Tensor:
     """log2(e) / temperature, fp32 ``[T]``: what turns a logit into an exponent of 2."""
-    temperature = terms.temperature
+    temperature = inputs.temperature
     if isinstance(temperature, Tensor):
         return (math.log2(math.e) / temperature.double()).float().contiguous()
-    return torch.full((len(terms),), math.log2(math.e) / temperature, dtype=torch.float32, device=device)
+    return torch.full((len(inputs),), math.log2(math.e) / temperature, dtype=torch.float32, device=device)
 
 
-def unrecorded_mass(candidates: CandidateSet) -> Tensor:
+def sampler_tail_mass(candidates: CandidateSet) -> Tensor:
     """1 − Q_H, fp32 ``[T]``, subtracted in fp64: it is data, and ρ divides by small values of it."""
     assert candidates.logprobs is not None
-    return (1.0 - segment_sum(candidates.logprobs.double().exp(), candidates.offsets)).float()
+    return (1.0 - row_mass(candidates.logprobs, candidates.offsets)).float()
 
 
 def define(

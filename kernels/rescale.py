@@ -1,4 +1,4 @@
-"""Multiply held gradients by what autograd hands over, without asking the host what that is."""
+"""Row passes: multiply precomputed gradients by the upstream gradient without a host sync."""
 
 # device functions have no types that mypy could check
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,17 +20,17 @@ def scale_rows(
 ):  # fmt: skip
     """``gradient[t] *= upstream[t · stride]``; a row whose factor is 1 is left alone, so a plain mean costs nothing."""
     t = tl.program_id(0).to(tl.int64)
-    factor = tl.load(upstream + t * upstream_stride).to(tl.float32)
-    if factor != 1.0:
+    row_scale = tl.load(upstream + t * upstream_stride).to(tl.float32)
+    if row_scale != 1.0:
         row = gradient + t * row_stride
         whole = width // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             _, offsets = column_offsets(start, column_stride, CONTIGUOUS, BLOCK)
-            values = tl.load(row + offsets).to(tl.float32) * factor
+            values = tl.load(row + offsets).to(tl.float32) * row_scale
             tl.store(row + offsets, values.to(gradient.dtype.element_ty))
         if whole < width:
             columns, offsets = column_offsets(whole, column_stride, CONTIGUOUS, BLOCK)
-            values = tl.load(row + offsets, mask=columns < width, other=0.0).to(tl.float32) * factor
+            values = tl.load(row + offsets, mask=columns < width, other=0.0).to(tl.float32) * row_scale
             tl.store(row + offsets, values.to(gradient.dtype.element_ty), mask=columns < width)
 
 

@@ -1,4 +1,5 @@
-"""The weight rules on the device: `offpolicy_corr.weights`, elementwise and in fp32, for one rule kind at a time.
+"""Row passes: the weight rules on the device, `offpolicy_corr.weights` elementwise and in fp32, for one rule kind
+at a time.
 
 The kind is a compile-time constant; the bounds are scalars, so that a new bound does not compile a new kernel.
 """
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from offpolicy_corr.numerics import inverse_bound, log_bound
 from offpolicy_corr.weights import (
     ClampedIS,
     FullIS,
@@ -21,8 +23,6 @@ from offpolicy_corr.weights import (
     TruncatedIS,
     Unweighted,
     WeightRule,
-    _inverse,
-    _log,
 )
 
 UNWEIGHTED = tl.constexpr(0)
@@ -61,7 +61,7 @@ class FusedRule(NamedTuple):
     def bounds(self) -> tuple[float, float, float, float, float, float]:
         """(low, high, log low, log high, 1/high, 1/low), rounded once, on the host, as the torch path does."""
         low, high = self.low, self.high
-        return low, high, _log(low), _log(high), _inverse(high), _inverse(low)
+        return low, high, log_bound(low), log_bound(high), inverse_bound(high), inverse_bound(low)
 
     @property
     def tail_scale_grows(self) -> bool:

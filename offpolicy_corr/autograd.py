@@ -1,8 +1,8 @@
-"""The closed-form gradient as autograd functions.
+"""Autograd: the loss from logits, whose closed-form gradient is computed together with the loss.
 
-A scalar loss computes it in the forward visit and hands it over in the backward. One loss a token does not know yet
-what each will be multiplied by: there a second visit, in the backward, writes the gradient as it is to be, and between
-the two nothing of the logits' size is held but the logits.
+A scalar loss gets its gradient in the forward pass; backward multiplies it by the upstream gradient. With
+``reduction="none"`` the upstream gradient of each token is known only in backward, so the logit gradient is
+computed there, in a second pass. Until then only the logits are saved.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import backend
-from .centering import live
-from .torch_loss import Job
+from .backend import loss_and_grad, rescale_
+from .loss_inputs import LossProblem
+from .numerics import safe_mul
 
 
 class LossFromLogits(torch.autograd.Function):
@@ -24,17 +24,23 @@ class LossFromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, job: Job, chosen: str, reduce: bool, inplace: bool, wanted: bool
+        ctx: Any,
+        logits: Tensor,
+        problem: LossProblem,
+        backend: str,
+        reduce: bool,
+        inplace: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        gradient = _gradient_buffer(logits, inplace) if wanted and reduce else None
-        held_job, unit = at_unit_scale(job, logits.dtype)
+        gradient = _gradient_buffer(logits, inplace) if needs_grad and reduce else None
+        fp16_problem, fp16_scale = rescaled_for_fp16(problem, logits.dtype)
         with torch.autocast(logits.device.type, enabled=False):
-            results = backend.visit(chosen)(logits.detach(), held_job, gradient)
-            loss = scaled_loss(results, job, reduce)
-        ctx.later = None if reduce else (job, chosen, inplace)
+            results = loss_and_grad(backend)(logits.detach(), fp16_problem, gradient)
+            loss = scaled_loss(results, problem, reduce)
+        ctx.deferred = None if reduce else (problem, backend, inplace)
         if gradient is not None:
-            ctx.held = Held([gradient], [gradient.dtype], unit)
-        elif wanted:
+            ctx.gradients = PrecomputedGrads([gradient], [gradient.dtype], backend, fp16_scale)
+        elif needs_grad:
             ctx.save_for_backward(logits)
         ctx.mark_non_differentiable(results)
         return loss, results
@@ -42,14 +48,15 @@ class LossFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.later is None:
-            return (*ctx.held.times(upstream), None, None, None, None, None)
-        job, chosen, inplace = ctx.later
+        if ctx.deferred is None:
+            return (*ctx.gradients.times(upstream), None, None, None, None, None)
+        problem, backend, inplace = ctx.deferred
         (logits,) = ctx.saved_tensors
-        job = replace(job, terms=replace(job.terms, scale=live(job.terms.scale, upstream)))
+        scale = safe_mul(problem.inputs.scale, upstream)
+        problem = replace(problem, inputs=replace(problem.inputs, scale=scale))
         gradient = _gradient_buffer(logits, inplace)
         with torch.autocast(logits.device.type, enabled=False):
-            backend.visit(chosen)(logits.detach(), job, gradient)
+            loss_and_grad(backend)(logits.detach(), problem, gradient)
         return gradient, None, None, None, None, None
 
 
@@ -66,67 +73,73 @@ def _gradient_buffer(logits: Tensor, inplace: bool) -> Tensor:
     return logits.detach() if write_over else torch.empty_like(logits)
 
 
-def wants_gradient(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Which inputs get a gradient from the call that is being made: none does under ``no_grad``.
+def needs_gradient(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Which inputs get a gradient from the current call: none under ``no_grad``.
 
-    Asked before ``apply``: inside it grad mode is always off, and what torch tells there ignores the mode.
+    Asked before ``apply``: inside it grad mode is always off, and ``ctx.needs_input_grad`` ignores the mode.
     """
     return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
 
 
-def scaled_loss(results: Tensor, job: Job, reduce: bool) -> Tensor:
-    """Σ scale·loss or scale·loss; a scale of 0 silences whatever the token's loss is."""
-    scale = job.terms.scale.to(results.dtype)
-    loss = live(scale, results[0])
+def scaled_loss(results: Tensor, problem: LossProblem, reduce: bool) -> Tensor:
+    """Σ scale·loss or scale·loss; a token whose scale is 0 gives 0 even if its loss is NaN."""
+    loss = safe_mul(problem.inputs.scale.to(results.dtype), results[0])
     return loss.sum() if reduce else loss
 
 
-def at_unit_scale(job: Job, dtype: torch.dtype) -> tuple[Job, Tensor | None]:
-    """For fp16, a job whose largest scale · |advantage| is about 1, and the factor taken out; else the job itself.
+def rescaled_for_fp16(problem: LossProblem, dtype: torch.dtype) -> tuple[LossProblem, Tensor | None]:
+    """For fp16, a problem whose largest scale · |advantage| is about 1, and the factor taken out; else the problem.
 
-    A gradient divided by the number of tokens is below fp16's range long before the loss scale reaches it.
+    A gradient divided by the number of tokens is below fp16's range long before the loss scale multiplies it.
     """
-    if dtype != torch.float16 or job.terms.scale.numel() == 0:
-        return job, None
-    advantages = job.terms.advantages.abs().nan_to_num(0.0, posinf=0.0)
-    if job.trained is not None:
-        advantages = torch.where(job.trained, advantages, 0.0)
-    unit = job.terms.scale.max().clamp(min=torch.finfo(torch.float64).tiny) * advantages.max().clamp(min=1.0)
-    unit = unit.log2().ceil().exp2()  # a power of two, so that dividing and multiplying round nothing
-    return replace(job, terms=replace(job.terms, scale=job.terms.scale / unit)), unit
+    inputs = problem.inputs
+    if dtype != torch.float16 or inputs.scale.numel() == 0:
+        return problem, None
+    advantages = inputs.advantages.abs().nan_to_num(0.0, posinf=0.0)
+    if problem.trained is not None:
+        advantages = torch.where(problem.trained, advantages, 0.0)
+    scale = inputs.scale.max().clamp(min=torch.finfo(torch.float64).tiny) * advantages.max().clamp(min=1.0)
+    scale = scale.log2().ceil().exp2()  # a power of two, so that dividing and multiplying round nothing
+    return replace(problem, inputs=replace(inputs, scale=inputs.scale / scale)), scale
 
 
-class Held:
-    """Gradients computed ahead of time, waiting for what is multiplied onto them.
+class PrecomputedGrads:
+    """Gradients computed in forward; backward multiplies them by the upstream gradient.
 
-    ``dtypes`` are those they are handed over in; a gradient may be held wider than that.
+    ``dtypes`` are those that autograd receives; a gradient may be stored in a wider one. ``fp16_scale`` is the
+    factor that `rescaled_for_fp16` took out.
     """
 
     def __init__(
-        self, gradients: list[Tensor | None], dtypes: list[torch.dtype], unit: Tensor | None = None
+        self,
+        gradients: list[Tensor | None],
+        dtypes: list[torch.dtype],
+        backend: str,
+        fp16_scale: Tensor | None = None,
     ) -> None:
         self.gradients: list[Tensor | None] | None = gradients
         # nobody else reaches a buffer that a compiler places
         traced = torch.compiler.is_compiling()
         self.versions = [None if g is None or traced else g._version for g in gradients]
-        self.dtypes, self.unit = dtypes, unit
+        self.dtypes, self.backend, self.fp16_scale = dtypes, backend, fp16_scale
 
     def times(self, upstream: Tensor) -> list[Tensor | None]:
-        """upstream · gradient; upstream is a scalar, or ``[T]`` for gradients of ``T`` rows.
+        """upstream · gradient, ``upstream`` a scalar.
 
-        Written over the held gradient, unless the graph is kept for another backward pass.
+        Written over the stored gradient, unless the graph is kept for another backward pass.
 
         Raises:
-            RuntimeError: the gradient was handed over before, or someone wrote into it.
+            RuntimeError: the gradient was returned by an earlier backward pass, or someone wrote into it.
         """
-        factor, gradients = upstream if self.unit is None else upstream * self.unit, self.gradients
+        factor = upstream if self.fp16_scale is None else upstream * self.fp16_scale
+        gradients = self.gradients
         if gradients is None:
             raise RuntimeError(
-                "the gradient was handed over in an earlier backward: pass retain_graph=True there"
+                "the gradient was returned by an earlier backward pass: pass retain_graph=True there"
             )
-        pairs = list(zip(gradients, self.dtypes, strict=True))
+        stored = list(zip(gradients, self.dtypes, strict=True))
         if torch.compiler.is_compiling():
-            return [None if g is None else (g * _along_rows(factor, g)).to(dtype) for g, dtype in pairs]
+            return [None if g is None else (g * factor).to(dtype) for g, dtype in stored]
         for gradient, version in zip(gradients, self.versions, strict=True):
             if gradient is not None and gradient._version != version:
                 raise RuntimeError(
@@ -136,32 +149,14 @@ class Held:
         keep = _graph_is_kept()
         if not keep:
             self.gradients = None
-        return [None if g is None else _scale(g, factor, keep).to(dtype) for g, dtype in pairs]
+        return [None if g is None else self._scaled(g, factor, keep).to(dtype) for g, dtype in stored]
 
-
-def _scale(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
-    if factor.dim() == 0 and factor.device.type == "cpu":
-        if float(factor) == 1.0:
-            return gradient.clone() if keep else gradient
-        return gradient * float(factor) if keep else gradient.mul_(float(factor))
-    if gradient.device.type == "cuda" and gradient.dtype != torch.float64 and backend.has_kernels():
-        # reads the factor on the device and returns at once where it is 1
-        from .kernels.rescale import scale_
-
-        return scale_(gradient.clone() if keep else gradient, factor)
-    out = gradient.clone() if keep else gradient
-    # a half-precision row times an fp32 factor passes through fp32: a few rows at a time, not [T, V]
-    for rows, factors in zip(out.split(64), factor.expand(len(out)).split(64), strict=True):
-        rows.mul_(_along_rows(factors, rows))
-    return out
-
-
-def _along_rows(factor: Tensor, gradient: Tensor) -> Tensor:
-    """A scalar, or one factor per row, in a shape that multiplies ``gradient`` ``[T, …]``."""
-    return factor.view(-1, *[1] * (gradient.dim() - 1))
+    def _scaled(self, gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
+        out = gradient.clone() if keep else gradient
+        return rescale_(self.backend, out, factor)
 
 
 def _graph_is_kept() -> bool:
-    """Whether this backward was called with retain_graph; taken to be so where torch cannot tell."""
+    """Whether this backward was called with retain_graph; assumed where torch cannot tell."""
     probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if probe is None else bool(probe())

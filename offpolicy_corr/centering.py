@@ -1,4 +1,4 @@
-"""The mathematics of one token: weight, centering coefficients, and the gradient in closed form.
+"""Mathematics: the loss of one token, its centering coefficients, and its gradient in closed form.
 
 With head H, trainer p, sampler q, advantage A, weight rule f, and sg[·] for "constant":
 
@@ -22,158 +22,217 @@ import torch
 from torch import Tensor
 
 from .correction import Correction
-from .csr import segment_sum
-from .kl import kl_slope, kl_value
-from .loss_inputs import Settings, Terms
-from .replay import TrainerLogprobs
-from .row_passes import RowGradient
+from .csr import row_mass, segment_sum
+from .kl import kl_derivative, kl_estimate
+from .loss_inputs import LossConfig, LossInputs
+from .numerics import entropy_slope, safe_mul
+from .result import FIELDS
+from .rows import RowGradient, TrainerLogprobs
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """Constants of the loss: per token ``[T]`` unless said otherwise."""
+    """Constants of the loss, per token ``[T]`` unless said otherwise."""
 
     log_ratio: Tensor
     weight: Tensor  # w_y
-    weighted: Tensor  # m_v on the candidates, [nnz]
+    weighted_probs: Tensor  # m_v on the candidates, [nnz]
     centering: Tensor  # c_v, [nnz]
-    alpha: Tensor
-    total: Tensor  # M
-    sampler_head_mass: Tensor
-    trainer_head_mass: Tensor
-    tail_ratio: Tensor
-
-
-def product(coefficient: Tensor, logp: Tensor) -> Tensor:
-    """coefficient · log p, where a zero coefficient beats a log p of −inf."""
-    return torch.where(coefficient == 0, torch.zeros_like(logp), coefficient * logp)
-
-
-def uncentered(correction: Correction, terms: Terms) -> Tensor:
-    """Tokens of a centered loss without a candidate, bool ``[T]``: validation refuses them, and without it their
-    loss is not a number. Nothing falls back to an uncentered term."""
-    if not correction.center or terms.candidates is None:
-        return torch.zeros_like(terms.tokens, dtype=torch.bool)
-    return terms.candidates.offsets.diff() == 0
-
-
-def live(scale: Tensor, values: Tensor) -> Tensor:
-    """scale · values, where a scale of 0 silences whatever stands there."""
-    return torch.where(scale == 0, torch.zeros_like(values), scale * values)
-
-
-def coefficients(correction: Correction, terms: Terms, trainer: TrainerLogprobs) -> Coefficients:
-    """All constants of the loss, from the trainer's log-probs and the record. Nothing here is differentiable."""
-    rule, floor = correction.rule, correction.tail_floor
-    dtype, nan = trainer.token.dtype, torch.full_like(trainer.token, torch.nan)
-    advantages = terms.advantages.to(dtype)
-    log_ratio = trainer.token - terms.logq.to(dtype)
-    weight = rule.weight(log_ratio, advantages)
-    zero, none = torch.zeros_like(nan), torch.zeros_like(trainer.candidates)
-    candidates = terms.candidates
-    if candidates is None:
-        return Coefficients(log_ratio, weight, none, none, zero, zero, nan, nan, nan)
-    complete, offsets, rows = candidates.complete, candidates.offsets, candidates.rows
-    absent = ~complete & (offsets.diff() == 0)
-    ones = torch.ones_like(nan)
-    q_mass, rho, logq = torch.where(complete, ones, nan), torch.where(complete, ones, nan), None
-    if candidates.logprobs is not None:
-        logq = candidates.logprobs.to(dtype)
-        mass = segment_sum(candidates.logprobs.double().exp(), offsets)
-        q_tail = (1.0 - mass).clamp(min=floor)
-        ratio = (q_tail / trainer.tail_mass.double().clamp(min=floor)).to(dtype)
-        q_mass = torch.where(complete, ones, mass.to(dtype)).masked_fill(absent, torch.nan)
-        rho = torch.where(complete, ones, ratio).masked_fill(absent, torch.nan)
-    p_mass = trainer.head_mass.masked_fill(absent, torch.nan)
-    if not correction.center:
-        return Coefficients(log_ratio, weight, none, none, zero, zero, q_mass, p_mass, rho)
-    assert logq is not None, "a centered loss was given ids alone"
-    logp = trainer.candidates
-    weighted = rule.weighted_prob(logp, logq, advantages[rows])
-    alpha = rule.tail_scale(rho, advantages).masked_fill(complete, 0.0)
-    total = segment_sum(weighted, offsets) + product(alpha, trainer.tail_mass)
-    centering = weighted - alpha[rows] * logp.exp()
-    return Coefficients(log_ratio, weight, weighted, centering, alpha, total, q_mass, p_mass, rho)
-
-
-def policy_term(
-    coef: Coefficients, terms: Terms, token_logp: Tensor, candidate_logp: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(L, Σ_H c_v log p_v), both ``[T]``, differentiable in the two log-probs."""
-    advantages = terms.advantages.to(token_logp.dtype)
-    loss = -product(product(advantages, coef.weight), token_logp)
-    candidates = terms.candidates
-    if candidates is None:
-        return loss, torch.zeros_like(loss)
-    rows = candidates.rows
-    correction = segment_sum(product(coef.centering, candidate_logp), candidates.offsets)
-    centered = segment_sum(product(advantages[rows] * coef.centering, candidate_logp), candidates.offsets)
-    return loss + centered, correction
+    tail_scale: Tensor  # α
+    weighted_mass: Tensor  # M
+    sampler_head_mass: Tensor  # Q_H
+    trainer_head_mass: Tensor  # P_H
+    tail_ratio: Tensor  # ρ
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """One token's loss ``[R]``, unscaled, its coefficients, and the gradient of ``scale · loss``."""
+    """Per token ``[R]``: the loss (not scaled), Σ_H c_v log p_v, the coefficients, the gradient of ``scale · loss``."""
 
     loss: Tensor
-    correction: Tensor
+    centering_term: Tensor
     coefficients: Coefficients
     gradient: RowGradient
 
 
-def closed_form(settings: Settings, terms: Terms, trainer: TrainerLogprobs, log_total: Tensor) -> TokenLoss:
-    """Loss and logit gradient of every token, regularizers included.
+def missing_candidates(correction: Correction, inputs: LossInputs) -> Tensor:
+    """Tokens of a centered loss without a candidate, bool ``[T]``.
 
-    ``log_total`` ``[R]`` is the log-sum-exp of the row relative to its peak.
+    Validation refuses them. With ``validate=False`` their loss is NaN: there is no fallback to an uncentered term.
     """
-    coef = coefficients(settings.correction, terms, trainer)
-    loss, correction = policy_term(coef, terms, trainer.token, trainer.candidates)
-    advantages = terms.advantages.to(loss.dtype)
-    pull = product(advantages, coef.weight)  # −∂L/∂ log p_y
-    if settings.kl_coef:
-        assert terms.ref_logprobs is not None
-        gap = trainer.token - terms.ref_logprobs.to(loss.dtype)
-        loss = loss + settings.kl_coef * kl_value(settings.kl_estimator, gap)
-        pull = pull - settings.kl_coef * kl_slope(settings.kl_estimator, gap)
-    if settings.entropy_coef:
-        loss = loss - settings.entropy_coef * trainer.entropy
-    loss = torch.where(trainer.finite & ~uncentered(settings.correction, terms), loss, torch.nan)
-    gradient = _gradient(settings, terms, trainer, coef, pull, log_total)
-    return TokenLoss(loss, correction, coef, gradient)
+    if not correction.center or inputs.candidates is None:
+        return torch.zeros_like(inputs.tokens, dtype=torch.bool)
+    return inputs.candidates.offsets.diff() == 0
 
 
-def _gradient(
-    settings: Settings,
-    terms: Terms,
-    trainer: TrainerLogprobs,
-    coef: Coefficients,
-    pull: Tensor,
-    log_total: Tensor,
-) -> RowGradient:
-    """The closed form, times ``scale``: α − M and the pull on the sampled token are all that a row needs."""
-    scale = terms.scale.to(pull.dtype)
-    advantages, pull = live(scale, terms.advantages.to(pull.dtype)), live(scale, pull)
-    # what multiplies p_v: on the head W − A·M, and off it A·α more, where m_v = α p_v
-    on_head = pull - product(advantages, coef.total)
-    dense = on_head + product(advantages, coef.alpha)
-    bonus = scale * settings.entropy_coef
-    candidates = terms.candidates
-    values = trainer.candidates
+def coefficients(correction: Correction, inputs: LossInputs, trainer: TrainerLogprobs) -> Coefficients:
+    """All constants of the loss, from the trainer's log-probs and the record. Nothing here is differentiable."""
+    rule = correction.rule
+    dtype = trainer.token_logprob.dtype
+    unknown = torch.full_like(trainer.token_logprob, torch.nan)
+    advantages = inputs.advantages.to(dtype)
+    log_ratio = trainer.token_logprob - inputs.logq.to(dtype)
+    weight = rule.weight(log_ratio, advantages)
+    zero, no_candidates = torch.zeros_like(unknown), torch.zeros_like(trainer.candidate_logprobs)
+    candidates = inputs.candidates
+    if candidates is None:
+        return Coefficients(
+            log_ratio, weight, no_candidates, no_candidates, zero, zero, unknown, unknown, unknown
+        )
+    complete, offsets, rows = candidates.complete, candidates.offsets, candidates.rows
+    empty_head = ~complete & (offsets.diff() == 0)
+    one = torch.ones_like(unknown)
+    sampler_mass = tail_ratio = torch.where(complete, one, unknown)
+    logq = None
+    if candidates.logprobs is not None:
+        logq = candidates.logprobs.to(dtype)
+        mass = row_mass(candidates.logprobs, offsets)
+        sampler_tail = (1.0 - mass).clamp(min=correction.tail_floor)
+        trainer_tail = trainer.tail_mass.double().clamp(min=correction.tail_floor)
+        ratio = (sampler_tail / trainer_tail).to(dtype)
+        sampler_mass = torch.where(complete, one, mass.to(dtype)).masked_fill(empty_head, torch.nan)
+        tail_ratio = torch.where(complete, one, ratio).masked_fill(empty_head, torch.nan)
+    trainer_mass = trainer.head_mass.masked_fill(empty_head, torch.nan)
+    if not correction.center:
+        return Coefficients(
+            log_ratio,
+            weight,
+            no_candidates,
+            no_candidates,
+            zero,
+            zero,
+            sampler_mass,
+            trainer_mass,
+            tail_ratio,
+        )
+    assert logq is not None, "a centered loss was given ids alone"
+    logp = trainer.candidate_logprobs
+    weighted_probs = rule.weighted_prob(logp, logq, advantages[rows])
+    tail_scale = rule.tail_scale(tail_ratio, advantages).masked_fill(complete, 0.0)
+    weighted_mass = segment_sum(weighted_probs, offsets) + safe_mul(tail_scale, trainer.tail_mass)
+    centering = weighted_probs - tail_scale[rows] * logp.exp()
+    return Coefficients(
+        log_ratio,
+        weight,
+        weighted_probs,
+        centering,
+        tail_scale,
+        weighted_mass,
+        sampler_mass,
+        trainer_mass,
+        tail_ratio,
+    )
+
+
+def token_losses(
+    config: LossConfig, inputs: LossInputs, coef: Coefficients, trainer: TrainerLogprobs
+) -> tuple[Tensor, Tensor]:
+    """(loss, Σ_H c_v log p_v), both ``[T]``: policy term, KL and entropy, differentiable in the trainer's log-probs.
+
+    A row that has no usable logit, or a centered one without candidates, has a NaN loss even where its weight is 0.
+    """
+    logp = trainer.token_logprob
+    advantages = inputs.advantages.to(logp.dtype)
+    loss = -safe_mul(safe_mul(advantages, coef.weight), logp)
+    centering_term = torch.zeros_like(loss)
+    candidates = inputs.candidates
     if candidates is not None:
+        rows, offsets = candidates.rows, candidates.offsets
+        centering_term = segment_sum(safe_mul(coef.centering, trainer.candidate_logprobs), offsets)
+        scaled = safe_mul(advantages[rows] * coef.centering, trainer.candidate_logprobs)
+        loss = loss + segment_sum(scaled, offsets)
+    if config.kl_coef:
+        loss = loss + config.kl_coef * kl_estimate(config.kl_estimator, _logprob_diff(inputs, logp))
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * trainer.entropy
+    usable = trainer.finite & ~missing_candidates(config.correction, inputs)
+    return torch.where(usable, loss, torch.nan), centering_term
+
+
+def closed_form(
+    config: LossConfig, inputs: LossInputs, trainer: TrainerLogprobs, log_sum_exp: Tensor
+) -> TokenLoss:
+    """Loss and logit gradient of every token, KL and entropy included.
+
+    ``log_sum_exp`` ``[R]`` is relative to the row's largest logit.
+    """
+    coef = coefficients(config.correction, inputs, trainer)
+    loss, centering_term = token_losses(config, inputs, coef, trainer)
+    advantages = inputs.advantages.to(loss.dtype)
+    score_coef = safe_mul(advantages, coef.weight)  # −∂L/∂ log p_y
+    if config.kl_coef:
+        logprob_diff = _logprob_diff(inputs, trainer.token_logprob)
+        score_coef = score_coef - config.kl_coef * kl_derivative(config.kl_estimator, logprob_diff)
+    scale = inputs.scale.to(loss.dtype)
+    advantages, score_coef = safe_mul(scale, advantages), safe_mul(scale, score_coef)
+    # what multiplies p_v: on the head score_coef − A·M, and off it A·α more, where m_v = α p_v
+    head_coef = score_coef - safe_mul(advantages, coef.weighted_mass)
+    tail_coef = head_coef + safe_mul(advantages, coef.tail_scale)
+    candidate_grads = None
+    if inputs.candidates is not None:
+        # a rule's m_v is not a multiple of p_v: it stays an addend of its own
+        rows = inputs.candidates.rows
+        candidate_grads = safe_mul(head_coef[rows], trainer.candidate_logprobs.exp())
+        candidate_grads = candidate_grads + safe_mul(advantages[rows], coef.weighted_probs)
+    entropy_coef = scale * config.entropy_coef if config.entropy_coef else None
+    gradient = row_gradient(
+        inputs, trainer, tail_coef, candidate_grads, score_coef, entropy_coef, log_sum_exp
+    )
+    return TokenLoss(loss, centering_term, coef, gradient)
+
+
+def row_gradient(
+    inputs: LossInputs,
+    trainer: TrainerLogprobs,
+    prob_coef: Tensor,
+    candidate_grads: Tensor | None,
+    score_coef: Tensor,
+    entropy_coef: Tensor | None,
+    log_sum_exp: Tensor,
+) -> RowGradient:
+    """Complete a gradient ``prob_coef · p_v`` (``candidate_grads`` on the candidates) at the sampled token.
+
+    There ``−score_coef`` is added, and everywhere the entropy's part ``entropy_coef · p_v (log p_v + H)``. On complete
+    rows nothing but the candidates has a gradient. All factors include the loss's scale.
+    """
+    candidates = inputs.candidates
+    grads = trainer.candidate_logprobs
+    if candidates is not None:
+        assert candidate_grads is not None
         rows = candidates.rows
-        values = product(on_head[rows], trainer.candidates.exp()) + product(advantages[rows], coef.weighted)
-        values = values - torch.where(candidates.ids == terms.tokens[rows], pull[rows], 0.0)
-        if settings.entropy_coef:
-            values = values + bonus[rows] * entropy_slope(trainer.candidates, trainer.entropy[rows])
-        dense, bonus = (v.masked_fill(candidates.complete, 0.0) for v in (dense, bonus))
-    token = product(dense, trainer.token.exp()) - pull
-    if not settings.entropy_coef:
-        return RowGradient(dense, values, token, log_total)
-    token = token + bonus * entropy_slope(trainer.token, trainer.entropy)
-    return RowGradient(dense, values, token, log_total, bonus, -trainer.entropy)
+        grads = candidate_grads - torch.where(candidates.ids == inputs.tokens[rows], score_coef[rows], 0.0)
+        if entropy_coef is not None:
+            slope = entropy_slope(trainer.candidate_logprobs, trainer.entropy[rows])
+            grads = grads + entropy_coef[rows] * slope
+            entropy_coef = entropy_coef.masked_fill(candidates.complete, 0.0)
+        prob_coef = prob_coef.masked_fill(candidates.complete, 0.0)
+    token_grad = safe_mul(prob_coef, trainer.token_logprob.exp()) - score_coef
+    if entropy_coef is None:
+        return RowGradient(prob_coef, grads, token_grad, log_sum_exp)
+    token_grad = token_grad + entropy_coef * entropy_slope(trainer.token_logprob, trainer.entropy)
+    return RowGradient(prob_coef, grads, token_grad, log_sum_exp, entropy_coef, trainer.entropy)
 
 
-def entropy_slope(logp: Tensor, entropy: Tensor) -> Tensor:
-    """p_v (log p_v + H) = −∂H/∂z_v; 0 for an impossible candidate."""
-    p = logp.exp()
-    return product(p, logp) + p * entropy
+def _logprob_diff(inputs: LossInputs, logp: Tensor) -> Tensor:
+    """log p − log p_ref of the sampled token."""
+    assert inputs.ref_logprobs is not None
+    return logp - inputs.ref_logprobs.to(logp.dtype)
+
+
+def pack_results(
+    loss: Tensor, centering_term: Tensor, coef: Coefficients, trainer: TrainerLogprobs
+) -> Tensor:
+    """``[len(FIELDS), T]`` in the order of `result.FIELDS`, detached: unscaled token losses and their diagnostics."""
+    named = {
+        "loss": loss,
+        "finite": trainer.finite,
+        "logprobs": trainer.token_logprob,
+        "log_ratio": coef.log_ratio,
+        "weight": coef.weight,
+        "entropy": trainer.entropy,
+        "centering_term": centering_term,
+        "sampler_head_mass": coef.sampler_head_mass,
+        "trainer_head_mass": coef.trainer_head_mass,
+        "tail_ratio": coef.tail_ratio,
+    }
+    return torch.stack([named[name].detach().to(loss.dtype) for name in FIELDS])

@@ -1,4 +1,4 @@
-"""`Correction`: which weight rule, and whether the score is centered."""
+"""Rules: `Correction`, which weight rule is used and whether the score is centered."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
-_RULES: dict[str, type[WeightRule]] = {
+# every rule of the library by its name; papers' own names stand behind the rule that they publish
+RULES: dict[str, type[WeightRule]] = {
     "none": Unweighted,
     "is": FullIS,
     "tis": TruncatedIS,
     "mis": MaskedIS,
     "clamp": ClampedIS,
     "ppo": PPOClip,
+    "icepop": MaskedIS,
+    "cispo": TruncatedIS,
 }
 
 
@@ -40,19 +43,21 @@ class Correction:
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Correction:
-        """``none is mis tis clamp ppo``, each also as ``sc+…``; ``sc`` alone is ``sc+none``.
+        """A correction by name: a rule of `RULES`, with ``sc+`` before it to center; ``sc`` alone is ``sc+none``.
 
-        Keywords (``low=``, ``high=``, ``cap=``) go to the rule, ``tail_floor=`` to the correction.
+        ``icepop`` is ``mis`` (Ling team, 2025), ``cispo`` is ``tis``: CISPO's ratio clipped from above at
+        ``cap`` = 1 + ε_high (MiniMax-M1, https://arxiv.org/abs/2506.13585). Keywords (``low=``, ``high=``, ``cap=``) go
+        to the rule, ``tail_floor=`` to the correction.
 
         Raises:
             ValueError: an unknown name, or a keyword that the named rule does not have.
         """
         center = name == "sc" or name.startswith("sc+")
         rule_name = "none" if name == "sc" else name.removeprefix("sc+")
-        rule = _RULES.get(rule_name)
+        rule = RULES.get(rule_name)
         if rule is None:
             raise ValueError(
-                f"unknown correction {name!r}: use one of {', '.join(_RULES)}, or 'sc+' before it"
+                f"unknown correction {name!r}: use one of {', '.join(RULES)}, or 'sc+' before it"
             )
         own = {"tail_floor": overrides.pop("tail_floor")} if "tail_floor" in overrides else {}
         known = [f.name for f in fields(rule)]  # type: ignore[arg-type]
@@ -61,3 +66,24 @@ class Correction:
             has = ", ".join(known) or "no settings"
             raise ValueError(f"{name!r} has no setting {', '.join(unknown)}: {rule.__name__} has {has}")
         return cls(rule(**overrides), center, **own)
+
+    @classmethod
+    def of(cls, correction: Correction | str | None) -> Correction:
+        """What a ``correction=`` argument means: itself, a name (see `from_name`), or for None the default, SC + MIS.
+
+        Raises:
+            TypeError: anything else, a rule or a class among them.
+        """
+        if correction is None:
+            return _DEFAULT
+        if isinstance(correction, str):
+            return cls.from_name(correction)
+        if not isinstance(correction, Correction):
+            raise TypeError(
+                f"correction must be a Correction or a name such as 'sc+mis', got {correction!r}: a rule goes "
+                "into Correction(rule)"
+            )
+        return correction
+
+
+_DEFAULT = Correction()  # made once: torch.compile cannot trace its construction

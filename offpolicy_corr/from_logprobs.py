@@ -1,126 +1,116 @@
-"""The loss from log-probs that a framework computed: constants from §centering, the rest by autograd."""
+"""Autograd: the loss from log-probs that a framework computed; constants from `centering`, gradients by autograd."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .centering import coefficients, live, policy_term, uncentered
-from .csr import segment_sum
-from .kl import kl_value
-from .loss_inputs import Terms
-from .prepare import Plan
+from .centering import coefficients, pack_results, token_losses
+from .csr import row_mass
+from .loss_inputs import LossInputs
+from .numerics import compute_dtype, safe_mul
+from .prepare import PreparedLoss
 from .records.candidates import CandidateSet
 from .records.validation import (
     COMPLETE_MASS_OFF_ONE,
     HEAD_MASS_ABOVE_ONE,
     LOGPROB_ABOVE_ZERO,
     Check,
-    raise_first,
+    raise_failed,
 )
-from .replay import TrainerLogprobs
-from .result import pack
-from .row_passes import compute_dtype
+from .rows import TrainerLogprobs
 
-# a framework may compute the two in different kernels; a mass that was left out is far larger
+# tolerance for two kernels computing one log-prob; a missing renormalization differs by far more
 _SAME_LOGP = 1e-3
 
 
 def loss_from_logprobs(
-    logprobs: Tensor, candidate_logprobs: Tensor | None, entropy: Tensor | None, plan: Plan
+    logprobs: Tensor, candidate_logprobs: Tensor | None, entropy: Tensor | None, prepared: PreparedLoss
 ) -> tuple[Tensor, Tensor]:
     """(loss, results) as `autograd.LossFromLogits` gives them; masked tokens are taken out first."""
-    job, terms = plan.job, plan.job.terms
-    size = logprobs.shape[0]
-    candidate_logprobs = _align(
-        candidate_logprobs, terms.candidates, logprobs, job.settings.correction.center
-    )
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    config, size = problem.config, logprobs.shape[0]
+    candidate_logprobs = _aligned(candidate_logprobs, inputs.candidates, logprobs, config.correction.center)
     if entropy is not None and entropy.shape != logprobs.shape:
         raise ValueError(f"entropy must be [T] = ({size},), got {tuple(entropy.shape)}")
     rows = torch.arange(size, device=logprobs.device)
-    if job.trained is not None:
-        rows = job.trained.nonzero().squeeze(1)
-        owned = rows.new_zeros(0)
-        if terms.candidates is not None:
-            owned = job.trained[terms.candidates.rows].nonzero().squeeze(1)
-        terms = terms.select(rows)
-        logprobs, candidate_logprobs = logprobs[rows], candidate_logprobs[owned]
+    if problem.trained is not None:
+        rows = problem.trained.nonzero().squeeze(1)
+        candidate_positions = rows.new_zeros(0)
+        if inputs.candidates is not None:
+            candidate_positions = problem.trained[inputs.candidates.rows].nonzero().squeeze(1)
+        inputs = inputs.select(rows)
+        logprobs, candidate_logprobs = logprobs[rows], candidate_logprobs[candidate_positions]
         entropy = None if entropy is None else entropy[rows]
     dtype = compute_dtype(logprobs.dtype)
     logp, candidate_logp = logprobs.to(dtype), candidate_logprobs.to(dtype)
     with torch.no_grad():
-        trainer = _trainer(logp, candidate_logp, entropy, terms.candidates)
-        coef = coefficients(job.settings.correction, terms, trainer)
-    if plan.validate:
-        _check_trainer(trainer, terms, rows, plan.sequence_ids)
-    token_loss, correction = policy_term(coef, terms, logp, candidate_logp)
-    settings = job.settings
-    if settings.kl_coef:
-        assert terms.ref_logprobs is not None
-        gap = logp - terms.ref_logprobs.to(dtype)
-        token_loss = token_loss + settings.kl_coef * kl_value(settings.kl_estimator, gap)
-    if settings.entropy_coef:
-        assert entropy is not None
-        token_loss = token_loss - settings.entropy_coef * entropy.to(dtype)
-    # a token whose log-prob is not a number stays visible even where its weight is 0
-    token_loss = torch.where(trainer.finite & ~uncentered(settings.correction, terms), token_loss, torch.nan)
-    scaled = live(terms.scale.to(dtype), token_loss)
-    results = pack(token_loss, correction, coef, trainer)
+        trainer = _trainer_logprobs(logp, candidate_logp, entropy, inputs.candidates)
+        coef = coefficients(config.correction, inputs, trainer)
+    if prepared.validate:
+        _check_trainer(trainer, inputs, rows, prepared.sequence_ids)
+    with_graph = replace(trainer, token_logprob=logp, candidate_logprobs=candidate_logp)
+    if entropy is not None:
+        with_graph = replace(with_graph, entropy=entropy.to(dtype))
+    token_loss, centering_term = token_losses(config, inputs, coef, with_graph)
+    scaled = safe_mul(inputs.scale.to(dtype), token_loss)
+    results = pack_results(token_loss, centering_term, coef, trainer)
     results = results.new_zeros(results.shape[0], size).index_copy_(1, rows, results)
-    if plan.reduce:
+    if prepared.reduce:
         # both inputs stay in the graph even when no token is trained: a rank must not skip its backward
         return scaled.sum() + 0.0 * (logprobs[:0].sum() + candidate_logprobs[:0].sum()), results
     return torch.zeros(size, dtype=dtype, device=scaled.device).index_copy(0, rows, scaled), results
 
 
-def _align(
-    candidate_logprobs: Tensor | None, candidates: CandidateSet | None, like: Tensor, center: bool
+def _aligned(
+    candidate_logprobs: Tensor | None, candidates: CandidateSet | None, device_ref: Tensor, center: bool
 ) -> Tensor:
     """``candidate_logprobs`` as ``[nnz]``; NaN where they were not given and nothing needs them."""
     nnz = 0 if candidates is None else candidates.ids.numel()
     if candidate_logprobs is None:
         if nnz and center:
             raise ValueError("a centered loss needs candidate_logprobs, log p of the record's candidate ids")
-        return like.new_full((nnz,), torch.nan)
+        return device_ref.new_full((nnz,), torch.nan)
     if candidate_logprobs.shape != (nnz,) or not candidate_logprobs.dtype.is_floating_point:
         got = f"{candidate_logprobs.dtype} {tuple(candidate_logprobs.shape)}"
         raise ValueError(f"candidate_logprobs must be floating [nnz] = ({nnz},), got {got}")
     return candidate_logprobs
 
 
-def _trainer(
+def _trainer_logprobs(
     logp: Tensor, candidate_logp: Tensor, entropy: Tensor | None, candidates: CandidateSet | None
 ) -> TrainerLogprobs:
-    nan = torch.full_like(logp, torch.nan)
-    entropy = nan if entropy is None else entropy.detach().to(logp.dtype)
+    unknown = torch.full_like(logp, torch.nan)
+    entropy = unknown if entropy is None else entropy.detach().to(logp.dtype)
     finite = ~(logp.isnan() | (logp == torch.inf))
     if candidates is None:
-        return TrainerLogprobs(logp, candidate_logp, entropy, nan, nan, finite)
-    mass = segment_sum(candidate_logp.double().exp(), candidates.offsets)
+        return TrainerLogprobs(logp, candidate_logp, entropy, unknown, unknown, finite)
+    mass = row_mass(candidate_logp, candidates.offsets)
     tail = (1.0 - mass).clamp(min=0.0).to(logp.dtype)
-    head = torch.where(candidates.complete, nan, mass.to(logp.dtype))
+    head = torch.where(candidates.complete, unknown, mass.to(logp.dtype))
     return TrainerLogprobs(logp, candidate_logp, entropy, tail, head, finite)
 
 
-def _check_trainer(trainer: TrainerLogprobs, terms: Terms, rows: Tensor, sequence_ids: Tensor | None) -> None:
+def _check_trainer(
+    trainer: TrainerLogprobs, inputs: LossInputs, rows: Tensor, sequence_ids: Tensor | None
+) -> None:
     """Refuse what cannot be the trainer's log-probs: above 0, masses that are off, values that disagree.
 
-    On complete rows the last two betray log-probs that are not over the set. One host sync.
+    On complete rows the last two detect log-probs normalized over the vocabulary instead of the support. One host sync.
     """
     remedy = "Pass log-probs after temperature, as selected_logprobs gives them."
-    above = trainer.token > LOGPROB_ABOVE_ZERO
-    checks = [Check(above, "logprobs", trainer.token, "the trainer's log-prob is above 0", remedy)]
-    if terms.candidates is not None:
-        checks += _candidate_checks(trainer, terms, terms.candidates)
-    sample = None if sequence_ids is None else sequence_ids[rows]
-    for check, hit in zip(checks, torch.stack([c.bad.any() for c in checks]).tolist(), strict=True):
-        if hit:
-            raise_first(check, sample, rows)
+    logp = trainer.token_logprob
+    checks = [Check(logp > LOGPROB_ABOVE_ZERO, "logprobs", logp, "the trainer's log-prob is above 0", remedy)]
+    if inputs.candidates is not None:
+        checks += _candidate_checks(trainer, inputs, inputs.candidates)
+    raise_failed(checks, None if sequence_ids is None else sequence_ids[rows], rows)
 
 
-def _candidate_checks(trainer: TrainerLogprobs, terms: Terms, candidates: CandidateSet) -> list[Check]:
-    logp, owner = trainer.candidates, candidates.rows
-    mass = segment_sum(logp.double().exp(), candidates.offsets)
+def _candidate_checks(trainer: TrainerLogprobs, inputs: LossInputs, candidates: CandidateSet) -> list[Check]:
+    logp, owner = trainer.candidate_logprobs, candidates.rows
+    mass = row_mass(logp, candidates.offsets)
     remedy = "Renormalize p over the set, as selected_logprobs does, or mark the row as a head."
     off_one = candidates.complete & ((mass - 1.0).abs() > COMPLETE_MASS_OFF_ONE)
     problem = "the trainer's probabilities of a complete set do not sum to 1"
@@ -128,8 +118,8 @@ def _candidate_checks(trainer: TrainerLogprobs, terms: Terms, candidates: Candid
     above = mass > 1.0 + HEAD_MASS_ABOVE_ONE
     problem = "the trainer's probabilities of a head sum to more than 1"
     checks.append(Check(above, "candidate_logprobs", mass, problem, "Normalize over the vocabulary."))
-    own = trainer.token[owner]
-    differs = (candidates.ids == terms.tokens[owner]) & ((logp - own).abs() > _SAME_LOGP * (1.0 + own.abs()))
+    own = trainer.token_logprob[owner]
+    differs = (candidates.ids == inputs.tokens[owner]) & ((logp - own).abs() > _SAME_LOGP * (1.0 + own.abs()))
     problem = "the sampled token's log-prob differs from its entry in candidate_logprobs"
     remedy = "Both must be over the set on a complete row, over the vocabulary on a head."
     return [*checks, Check(differs, "candidate_logprobs", logp, problem, remedy, owner)]

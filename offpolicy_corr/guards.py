@@ -1,4 +1,4 @@
-"""Sequence-level guards: which sequences to drop whole, for errors that no token-wise correction can see.
+"""Public: sequence-level guards, which sequences to drop whole, for errors that no token-wise correction can see.
 
 Every guard returns bool keep ``[number of sequences]``, indexed by sequence id (``max(sequence_ids) + 1``), for
 `policy_loss`'s ``sequence_keep``. A sequence without a trained token is kept. Guards compose with ``&``.
@@ -9,11 +9,10 @@ geometric mean of 1.005 and a product of 4.5.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from .numerics import check_band, in_band
 from .records.errors import RecordError
 from .records.record import SamplerRecord
 from .records.validation import as_mask
@@ -32,26 +31,26 @@ def geometric_mean(
 
     Source: https://arxiv.org/abs/2507.18071 for the ratio.
     """
-    _check_band(low, high)
+    check_band(low, high)
     total, count = _sums(log_ratio, sequence_ids, loss_mask)
-    return _inside(total / count.clamp(min=1), low, high) | (count == 0)
+    return in_band(total / count.clamp(min=1), low, high) | (count == 0)
 
 
 def product(
     log_ratio: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, low: float, high: float
 ) -> Tensor:
     """Keep where the product of ratios exp(Σ log r) lies in ``[low, high]``. Arguments as `geometric_mean`."""
-    _check_band(low, high)
+    check_band(low, high)
     total, count = _sums(log_ratio, sequence_ids, loss_mask)
-    return _inside(total, low, high) | (count == 0)
+    return in_band(total, low, high) | (count == 0)
 
 
 def outlier(
     log_ratio: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, low: float, high: float
 ) -> Tensor:
     """Keep where *every* token's ratio lies in ``[low, high]``. Arguments as `geometric_mean`."""
-    _check_band(low, high)
-    outside = ~_inside(log_ratio, low, high)
+    check_band(low, high)
+    outside = ~in_band(log_ratio, low, high)
     total, _ = _sums(outside.to(log_ratio.dtype), sequence_ids, loss_mask)
     return total == 0
 
@@ -114,17 +113,6 @@ def staleness(
         )
     stale, _ = _sums((lag > max_lag).double(), sequence_ids, loss_mask)
     return stale == 0
-
-
-def _check_band(low: float, high: float) -> None:
-    if not 0 <= low <= high:
-        raise ValueError(f"bounds must satisfy 0 <= low <= high, got low={low}, high={high}")
-
-
-def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """Inclusive, on log-bounds; a ratio that is not a number is outside."""
-    bounds = [math.log(bound) if bound > 0 else -math.inf for bound in (low, high)]
-    return (log_ratio >= bounds[0]) & (log_ratio <= bounds[1])
 
 
 def _sums(values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor]:

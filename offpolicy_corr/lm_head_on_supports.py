@@ -1,90 +1,88 @@
-"""Mask replay through the LM head: a complete row needs only the head's rows of its own candidates.
+"""Row passes: mask replay through the LM head. A complete row needs only its candidates' rows of the LM head.
 
 On such a row the trainer's distribution lives on the recorded set S, so loss and gradients touch ``|S|`` rows of
-the head instead of ``V``: ``6·T·|S|·D`` FLOPs where the dense way spends ``6·T·V·D``.
+the LM head instead of ``V``: ``6·T·|S|·D`` FLOPs where the whole LM head costs ``6·T·V·D``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from .centering import closed_form
-from .csr import segment_logsumexp
-from .loss_inputs import Settings, Terms
-from .replay import TrainerLogprobs, support_entropy
-from .result import pack
-from .row_passes import compute_dtype
+from .centering import closed_form, pack_results
+from .lm_head import LMHead, LMHeadGradients
+from .loss_inputs import LossConfig, LossInputs
+from .numerics import compute_dtype
+from .replay import support_entropy, support_logprobs
+from .rows import TrainerLogprobs
 
-if TYPE_CHECKING:
-    from .hidden import HeadGradients, LMHead
-
-# elements of the head's rows gathered at a time
+# elements of the LM head's rows gathered at a time
 _GATHERED = 2**22
 _GATHERED_ON_GPU = 2**27
 
 
-def visit_supports(
-    head: LMHead, terms: Terms, settings: Settings, rows: Tensor, gradients: HeadGradients
+def loss_on_supports(
+    lm_head: LMHead, inputs: LossInputs, config: LossConfig, rows: Tensor, gradients: LMHeadGradients
 ) -> Tensor:
-    """Results ``[len(FIELDS), R]`` of complete rows; ``rows`` are their positions in ``head.hidden``.
+    """Results ``[len(FIELDS), R]`` of complete rows; ``rows`` are their positions in ``lm_head.hidden``.
 
-    ``trainer_head_mass`` is NaN: the rest of the vocabulary is never visited.
+    ``trainer_head_mass`` is NaN: the rest of the vocabulary is never read.
     """
-    elements = _GATHERED if head.weight.device.type == "cpu" else _GATHERED_ON_GPU
-    budget = max(1, elements // head.weight.shape[1])
+    elements = _GATHERED if lm_head.weight.device.type == "cpu" else _GATHERED_ON_GPU
+    max_candidates = max(1, elements // lm_head.weight.shape[1])
     parts = []
-    for span, _, part in terms.chunks(len(terms), budget):
-        parts.append(_visit(head, part, settings, rows[span], gradients))
+    for row_slice, _, chunk in inputs.chunks(len(inputs), max_candidates):
+        parts.append(_loss_of_chunk(lm_head, chunk, config, rows[row_slice], gradients))
     return torch.cat(parts, 1)
 
 
-def _visit(head: LMHead, terms: Terms, settings: Settings, rows: Tensor, gradients: HeadGradients) -> Tensor:
-    candidates = terms.candidates
+def _loss_of_chunk(
+    lm_head: LMHead, inputs: LossInputs, config: LossConfig, rows: Tensor, gradients: LMHeadGradients
+) -> Tensor:
+    candidates = inputs.candidates
     assert candidates is not None
-    dtype = compute_dtype(head.hidden.dtype)
-    ids, owner, offsets = candidates.ids.to(torch.int64), candidates.rows, candidates.offsets
-    weight, hidden = head.weight[ids].to(dtype), head.hidden[rows].to(dtype)
+    dtype = compute_dtype(lm_head.hidden.dtype)
+    ids, owner = candidates.ids.to(torch.int64), candidates.rows
+    weight, hidden = lm_head.weight[ids].to(dtype), lm_head.hidden[rows].to(dtype)
     logits = torch.linalg.vecdot(weight, hidden[owner])
-    if head.bias is not None:
-        logits = logits + head.bias[ids].to(dtype)
-    slope = torch.ones_like(logits)
-    if head.softcap is not None:
-        squashed = (logits / head.softcap).tanh()
-        logits, slope = squashed * head.softcap, 1 - squashed.square()
-    temperature = terms.temperature
-    cooling = temperature.to(dtype)[owner] if isinstance(temperature, Tensor) else temperature
-    logits, slope = logits / cooling, slope / cooling
+    if lm_head.bias is not None:
+        logits = logits + lm_head.bias[ids].to(dtype)
+    logit_slope = torch.ones_like(logits)
+    if lm_head.softcap is not None:
+        squashed = (logits / lm_head.softcap).tanh()
+        logits, logit_slope = squashed * lm_head.softcap, 1 - squashed.square()
+    temperature = inputs.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(dtype)[owner]
+    logits, logit_slope = logits / temperature, logit_slope / temperature
 
-    peak, log_norm = segment_logsumexp(logits, offsets, owner)
-    logp = logits - peak[owner] - log_norm[owner]
-    is_token = ids == terms.tokens[owner]
-    token = torch.full_like(log_norm, -torch.inf).index_put_((owner[is_token],), logp[is_token])
-    unknown = torch.full_like(token, torch.nan)
+    logp, _, log_norm = support_logprobs(logits, candidates)
+    is_token = ids == inputs.tokens[owner]
+    token_logp = torch.full_like(log_norm, -torch.inf).index_put_((owner[is_token],), logp[is_token])
+    unknown = torch.full_like(token_logp, torch.nan)
     entropy = support_entropy(logp, candidates)
-    trainer = TrainerLogprobs(token, logp, entropy, unknown, unknown, log_norm.isfinite())
-    loss = closed_form(settings, terms, trainer, log_norm)
+    trainer = TrainerLogprobs(token_logp, logp, entropy, unknown, unknown, log_norm.isfinite())
+    token_loss = closed_form(config, inputs, trainer, log_norm)
     if gradients.wanted:
-        pull = (loss.gradient.candidates * slope)[:, None]
-        _accumulate(gradients, pull, ids, owner, weight, hidden, rows)
-    return pack(loss.loss, loss.correction, loss.coefficients, trainer)
+        dot_grads = (token_loss.gradient.candidate_grads * logit_slope)[:, None]
+        _accumulate(gradients, dot_grads, ids, owner, weight, hidden, rows)
+    return pack_results(token_loss.loss, token_loss.centering_term, token_loss.coefficients, trainer)
 
 
 def _accumulate(
-    gradients: HeadGradients,
-    slope: Tensor,
+    gradients: LMHeadGradients,
+    dot_grads: Tensor,
     ids: Tensor,
     owner: Tensor,
     weight: Tensor,
     hidden: Tensor,
     rows: Tensor,
 ) -> None:
+    """Add one chunk: ``dot_grads`` ``[nnz, 1]`` are the gradients of the candidates' dot products."""
     if gradients.hidden is not None:
-        into = torch.zeros_like(hidden).index_add_(0, owner, slope * weight)
-        gradients.hidden.index_copy_(0, rows, into.to(gradients.hidden.dtype))
+        per_row = torch.zeros_like(hidden).index_add_(0, owner, dot_grads * weight)
+        gradients.hidden.index_copy_(0, rows, per_row.to(gradients.hidden.dtype))
     if gradients.weight is not None:
-        gradients.weight.index_add_(0, ids, slope * hidden[owner])
+        gradients.weight.index_add_(0, ids, dot_grads * hidden[owner])
     if gradients.bias is not None:
-        gradients.bias.index_add_(0, ids, slope.squeeze(1))
+        gradients.bias.index_add_(0, ids, dot_grads.squeeze(1))

@@ -1,4 +1,4 @@
-"""`selected_logprobs`: the log-probs a loss needs, as autograd tensors, without a softmax of size [T, V]."""
+"""Public: `selected_logprobs`, the log-probs a loss needs, as autograd tensors, without a softmax of size [T, V]."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends
-from .loss_inputs import Terms
+from .loss_inputs import LossInputs, VocabShard
 from .prepare import refuse_capture
 from .records.candidates import CandidateSet
 from .records.record import SamplerRecord
 from .records.validation import as_mask, check_lengths, check_record
-from .torch_logprobs import Saved, Selection
-from .vocab_parallel import VocabShard
+from .torch_logprobs import SavedForBackward, Selection
 
 
 def selected_logprobs(
@@ -69,26 +68,26 @@ def selected_logprobs(
     if validate:
         refuse_capture(logits)
         check_record(record, shard.vocab_size, loss_mask, None)
-    chosen = backends.choose(backend, logits)
+    backend_name = backends.choose(backend, logits)
     unused = torch.zeros(tokens.shape, device=logits.device)
-    terms = Terms(tokens, unused, unused, unused, temperature, ids_only)
-    selection = Selection(terms, trained, shard)
-    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, chosen, copy)  # type: ignore[no-untyped-call]
+    inputs = LossInputs(tokens, unused, unused, unused, temperature, ids_only)
+    selection = Selection(inputs, trained, shard)
+    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogprobs.apply(logits, selection, backend_name, copy)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, selection: Selection, chosen: str, copy: bool
+        ctx: Any, logits: Tensor, selection: Selection, backend_name: str, copy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
-            logp, candidate_logp, entropy, saved = backends.logprob_passes(chosen).forward(
+            logp, candidate_logp, entropy, saved = backends.logprob_passes(backend_name).forward(
                 logits.detach(), selection
             )
         # autograd notices writes to what is saved, unless it is a copy that nobody else has
         ctx.save_for_backward(logits.detach().clone() if copy else logits, *saved)
-        ctx.selection, ctx.chosen = selection, chosen
+        ctx.selection, ctx.backend_name = selection, backend_name
         ctx.set_materialize_grads(False)
         return logp, candidate_logp, entropy
 
@@ -98,13 +97,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any, on_token: Tensor | None, on_candidates: Tensor | None, on_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         logits, *rest = ctx.saved_tensors
-        selection, saved = ctx.selection, Saved(*rest)
+        selection, saved = ctx.selection, SavedForBackward(*rest)
         if on_token is None:
-            on_token = saved.entropy.new_zeros(len(selection.terms))
+            on_token = saved.entropy.new_zeros(len(selection.inputs))
         if on_candidates is None:
-            on_candidates = saved.entropy.new_zeros(selection.candidates)
+            on_candidates = saved.entropy.new_zeros(selection.inputs.num_candidates)
         with torch.autocast(logits.device.type, enabled=False):
-            gradient = backends.logprob_passes(ctx.chosen).backward(
+            gradient = backends.logprob_passes(ctx.backend_name).backward(
                 logits.detach(), selection, saved, (on_token, on_candidates, on_entropy)
             )
         return gradient, None, None, None

@@ -1,18 +1,19 @@
-"""`policy_loss` and its two other entrances: the same loss from logits, from log-probs, from hidden states."""
+"""Public: `policy_loss` and its two other entrances, the same loss from hidden states and from log-probs."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import LossFromLogits, wants_gradient
+from .autograd import LossFromLogits, needs_gradient
 from .correction import Correction
 from .from_logprobs import loss_from_logprobs
-from .hidden import LMHead, loss_from_hidden
+from .hidden import loss_from_hidden
+from .lm_head import LMHead
+from .loss_inputs import VocabShard
 from .prepare import LossOptions, prepare
 from .records.record import SamplerRecord
 from .result import PolicyLoss
-from .vocab_parallel import VocabShard
 
 
 def policy_loss(
@@ -20,7 +21,7 @@ def policy_loss(
     record: SamplerRecord,
     advantages: Tensor,
     *,
-    correction: Correction | None = None,
+    correction: Correction | str | None = None,
     loss_mask: Tensor | None = None,
     reduction: str = "token-mean",
     sequence_ids: Tensor | None = None,
@@ -49,7 +50,7 @@ def policy_loss(
         record: what the samplers recorded. Complete rows are replayed (p over their set) whatever the
             correction.
         advantages: ``[T]``, constants.
-        correction: None is `Correction()`, SC + MIS.
+        correction: a `Correction`, or a name such as ``"sc+mis"`` (see `Correction.from_name`). None is SC + MIS.
         loss_mask: bool or {0, 1} ``[T]``; False contributes exactly 0, whatever the record holds there.
         reduction: ``"token-mean"``, ``"sequence-mean"`` (mean over sequences of each one's token mean),
             ``"sum"``, or ``"none"`` (``[T]``).
@@ -67,7 +68,8 @@ def policy_loss(
         vocab_size: true vocabulary (over all ranks), where the columns are padded.
         backend: ``"auto"``, ``"torch"``, ``"triton"``.
         inplace: write the gradient over ``logits``; nobody else may read them afterwards.
-        validate: check record and logits, at the cost of host syncs. False skips only those checks.
+        validate: check record, advantages and logits; on a GPU that waits for the device twice, once before and
+            once after the loss is computed. False skips only those checks.
 
     Returns:
         `PolicyLoss`.
@@ -83,11 +85,11 @@ def policy_loss(
         kl_estimator, ref_logprobs, backend, validate,
     )  # fmt: skip
     shard = VocabShard.of(logits.shape[1], vocab_size, process_group)
-    plan = prepare(record, advantages, options, shard, logits, shard.vocab_size)
+    prepared = prepare(record, advantages, options, shard, logits, shard.vocab_size)
     loss, results = LossFromLogits.apply(
-        logits, plan.job, plan.backend, plan.reduce, inplace, *wants_gradient(logits)
+        logits, prepared.problem, prepared.backend, prepared.reduce, inplace, *needs_gradient(logits)
     )  # type: ignore[no-untyped-call]
-    return plan.finish(loss, results)
+    return prepared.finish(loss, results)
 
 
 def policy_loss_from_hidden(
@@ -98,7 +100,7 @@ def policy_loss_from_hidden(
     *,
     bias: Tensor | None = None,
     logit_softcap: float | None = None,
-    correction: Correction | None = None,
+    correction: Correction | str | None = None,
     loss_mask: Tensor | None = None,
     reduction: str = "token-mean",
     sequence_ids: Tensor | None = None,
@@ -133,14 +135,14 @@ def policy_loss_from_hidden(
     """
     if inplace:
         raise ValueError("inplace has no effect from hidden states: logits are never kept")
-    head = LMHead.of(hidden, lm_head_weight, bias, logit_softcap)
+    lm_head = LMHead.of(hidden, lm_head_weight, bias, logit_softcap)
     options = LossOptions(
         correction, loss_mask, reduction, sequence_ids, sequence_keep, denominator, entropy_coef, kl_coef,
         kl_estimator, ref_logprobs, backend, validate,
     )  # fmt: skip
     shard = VocabShard.of(lm_head_weight.shape[0], vocab_size, process_group)
-    plan = prepare(record, advantages, options, shard, hidden, shard.vocab_size)
-    return plan.finish(*loss_from_hidden(head, plan.job, plan.backend, plan.reduce))
+    prepared = prepare(record, advantages, options, shard, hidden, shard.vocab_size)
+    return prepared.finish(*loss_from_hidden(lm_head, prepared.problem, prepared.backend, prepared.reduce))
 
 
 def policy_loss_from_logprobs(
@@ -150,7 +152,7 @@ def policy_loss_from_logprobs(
     advantages: Tensor,
     *,
     entropy: Tensor | None = None,
-    correction: Correction | None = None,
+    correction: Correction | str | None = None,
     loss_mask: Tensor | None = None,
     reduction: str = "token-mean",
     sequence_ids: Tensor | None = None,
@@ -172,7 +174,7 @@ def policy_loss_from_logprobs(
         logprobs: log p of the sampled tokens, ``[T]``, after temperature, differentiable.
         candidate_logprobs: log p of ``record.candidates.ids``, CSR ``[nnz]``, differentiable; None where the
             record has no candidates. On complete rows both are over the set, as `selected_logprobs` gives them.
-        entropy: ``[T]``, differentiable; required with ``entropy_coef``. Without it ``tokens.entropy`` is NaN.
+        entropy: ``[T]``, differentiable; required with ``entropy_coef``. Without it ``diagnostics.entropy`` is NaN.
         process_group, inplace: must be left alone; there are no logits here.
 
     Everything else is as in `policy_loss`.
@@ -196,5 +198,5 @@ def policy_loss_from_logprobs(
         correction, loss_mask, reduction, sequence_ids, sequence_keep, denominator, entropy_coef, kl_coef,
         kl_estimator, ref_logprobs, "torch" if backend == "auto" else backend, validate,
     )  # fmt: skip
-    plan = prepare(record, advantages, options, None, logprobs, vocab_size)
-    return plan.finish(*loss_from_logprobs(logprobs, candidate_logprobs, entropy, plan))
+    prepared = prepare(record, advantages, options, None, logprobs, vocab_size)
+    return prepared.finish(*loss_from_logprobs(logprobs, candidate_logprobs, entropy, prepared))

@@ -1,4 +1,4 @@
-"""One dictionary of numbers that says how far the samplers are from the trainer, and which group it comes from."""
+"""Public: one dictionary of numbers that says how far the samplers are from the trainer, per sampler group too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from .correction import Correction
+from .kl import kl_estimate
+from .numerics import check_band, in_band
 from .records.record import SamplerRecord
 from .records.validation import as_mask
 from .result import TokenDiagnostics
-from .weights import MaskedIS, WeightRule
 
 _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
@@ -21,7 +23,7 @@ def summarize(
     loss_mask: Tensor | None = None,
     advantages: Tensor | None = None,
     band: tuple[float, float] = (0.2, 5.0),
-    rule: WeightRule | None = None,
+    correction: Correction | str | None = None,
 ) -> dict[str, float]:
     """Diagnostics over trained tokens, overall and as ``group/<name>/<key>`` where the record has groups.
 
@@ -37,7 +39,7 @@ def summarize(
     - ``tail_ratio_p50``, ``_p99``, ``_max`` and ``tail_ratio_of_sums`` = Σ(1−Q_H)/Σ(1−P_H): a mean of ratios would
       be made by a handful of tokens.
     - ``certificate``: mean bound on the drift that the modeled tail leaves, times |advantage| where
-      ``advantages`` ``[T]`` are given, for ``rule`` (default `MaskedIS`).
+      ``advantages`` ``[T]`` are given, for the rule and tail floor of ``correction`` (default SC + MIS).
     - ``advantage_abs``: mean |advantage|, where given.
 
     A key is NaN where nothing can be said: no trained token, no recorded log-prob, no head.
@@ -49,13 +51,12 @@ def summarize(
 
     Source: k1 and k3 http://joschu.net/blog/kl-approx.html; ess as Kong 1992.
     """
-    if not 0 <= band[0] <= band[1]:
-        raise ValueError(f"band must satisfy 0 <= low <= high, got {band}")
+    check_band(*band)
     if advantages is not None and advantages.shape != record.tokens.shape:
         raise ValueError(f"advantages must be [T] = ({len(record)},), got {tuple(advantages.shape)}")
     trained = as_mask(loss_mask, record.tokens, check=True)
     trained = torch.ones_like(record.tokens, dtype=torch.bool) if trained is None else trained
-    columns = _columns(tokens, record, advantages, band, rule or MaskedIS())
+    columns = _columns(tokens, record, advantages, band, Correction.of(correction))
     columns = {name: values[trained] for name, values in columns.items()}
     result = _describe(columns)
     if record.group is None:
@@ -79,12 +80,11 @@ def _columns(
     record: SamplerRecord,
     advantages: Tensor | None,
     band: tuple[float, float],
-    rule: WeightRule,
+    correction: Correction,
 ) -> dict[str, Tensor]:
     """Everything that is summarized, as fp64 ``[T]``."""
     log_ratio = tokens.log_ratio.double()
-    low, high = (math.log(bound) if bound > 0 else -math.inf for bound in band)
-    outside = ((log_ratio < low) | (log_ratio > high)).double()
+    outside = (~in_band(log_ratio, *band)).double()
     head = tokens.sampler_head_mass.double()
     is_head = ~head.isnan()
     if record.candidates is not None:
@@ -99,28 +99,32 @@ def _columns(
         "trainer_head_mass": torch.where(is_head, tokens.trainer_head_mass.double(), unknown),
         "tail_ratio": torch.where(is_head, tokens.tail_ratio.double(), unknown),
     }
-    columns.update(_tails(record, columns["tail_ratio"]))
+    columns.update(_tails(record, columns["tail_ratio"], correction.tail_floor))
     size = torch.ones_like(log_ratio)
     if advantages is not None:
         size = columns["advantage"] = advantages.double().abs()
     candidates = record.candidates
-    has_bound = hasattr(rule, "drift_bound") and candidates is not None and candidates.logprobs is not None
+    has_bound = (
+        hasattr(correction.rule, "drift_bound") and candidates is not None and candidates.logprobs is not None
+    )
     certificate = unknown
     if has_bound:
         assert candidates is not None
         signs = None if advantages is None else advantages.double()
         trainer_tail = (1.0 - tokens.trainer_head_mass.double()).clamp(min=0.0).nan_to_num(1.0)
-        certificate = candidates.certificate(rule, signs, trainer_tail) * size
+        certificate = (
+            candidates.certificate(correction.rule, signs, trainer_tail, correction.tail_floor) * size
+        )
     columns["certificate"] = certificate
     return columns
 
 
-def _tails(record: SamplerRecord, rho: Tensor) -> dict[str, Tensor]:
+def _tails(record: SamplerRecord, rho: Tensor, tail_floor: float) -> dict[str, Tensor]:
     """1 − Q_H from the record, and 1 − P_H from ρ: a difference of masses in fp32 would lose a small tail."""
     unknown = torch.full_like(rho, math.nan)
     if record.candidates is None or record.candidates.logprobs is None:
         return {"sampler_tail": unknown, "trainer_tail": unknown}
-    sampler = (1.0 - record.candidates.mass()).clamp(min=1e-6)
+    sampler = (1.0 - record.candidates.mass()).clamp(min=tail_floor)
     sampler = torch.where(rho.isnan(), unknown, sampler)
     return {"sampler_tail": sampler, "trainer_tail": sampler / rho}
 
@@ -133,8 +137,8 @@ def _describe(columns: dict[str, Tensor]) -> dict[str, float]:
     log_ess = 2 * known.logsumexp(0) - (2 * known).logsumexp(0) - math.log(max(known.numel(), 1))
     out = {
         "tokens": float(log_ratio.numel()),
-        "kl_k1": _mean(-log_ratio),
-        "kl_k3": _mean(torch.expm1(log_ratio) - log_ratio),
+        "kl_k1": _mean(kl_estimate("k1", -log_ratio)),
+        "kl_k3": _mean(kl_estimate("k3", -log_ratio)),
         "mean_ratio": _mean(ratio),
         "out_of_band": _mean(columns["outside"]),
         "kept": _mean(columns["kept"]),

@@ -1,9 +1,10 @@
-"""Everything that is settled before the trainer's numbers are read: options, checks, per-token constants."""
+"""Preparation: check a call and build its per-token constants, before the trainer's logits are read."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from torch import Tensor
 from . import backend as backends
 from .correction import Correction
 from .kl import KL_ESTIMATORS
-from .loss_inputs import Settings, Terms
+from .loss_inputs import LossConfig, LossInputs, LossProblem, VocabShard
+from .numerics import in_band
 from .records.errors import RecordError
+from .records.inspection import RecordWarning
 from .records.record import SamplerRecord
 from .records.validation import (
     LOGPROB_ABOVE_ZERO,
@@ -21,21 +24,21 @@ from .records.validation import (
     check_lengths,
     check_record,
     is_integer,
-    raise_first,
+    raise_failed,
 )
 from .reduction import check_reduction, token_scale
-from .result import PolicyLoss, as_diagnostics, check_finite
-from .torch_loss import Job
-from .vocab_parallel import VocabShard
+from .result import FIELDS, PolicyLoss, as_diagnostics, bad_tokens, raise_not_finite
 
-_DEFAULT = Correction()  # made once: torch.compile cannot follow how it is made
+# a call whose ratios mostly leave this band trains on almost nothing; below so many tokens chance can do it
+_WIDE_BAND = (0.2, 5.0)
+_TOO_FEW_TO_JUDGE = 16
 
 
 @dataclass(frozen=True, eq=False)
 class LossOptions:
     """The keywords that all entrances share; documented at `policy_loss`."""
 
-    correction: Correction | None
+    correction: Correction | str | None
     loss_mask: Tensor | None
     reduction: str
     sequence_ids: Tensor | None
@@ -48,15 +51,11 @@ class LossOptions:
     backend: str
     validate: bool
 
-    def settings(self) -> Settings:
-        """The settings of every token. Raises ValueError where two options contradict each other."""
+    def config(self) -> LossConfig:
+        """The settings that every token shares. Raises ValueError where two options contradict each other."""
         if self.kl_estimator not in KL_ESTIMATORS:
             known = ", ".join(KL_ESTIMATORS)
             raise ValueError(f"kl_estimator must be one of {known}, got {self.kl_estimator!r}")
-        if not isinstance(self.correction, Correction | None):
-            raise TypeError(
-                f"correction must be a Correction, got {self.correction!r}: see Correction.from_name"
-            )
         for name in ("entropy_coef", "kl_coef"):
             if not -math.inf < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
@@ -66,15 +65,15 @@ class LossOptions:
             raise ValueError("kl_coef needs ref_logprobs, the reference policy's log-probs of the tokens")
         if self.ref_logprobs is not None and not self.kl_coef:
             raise ValueError("ref_logprobs has no effect without kl_coef")
-        correction = _DEFAULT if self.correction is None else self.correction
-        return Settings(correction, float(self.entropy_coef), float(self.kl_coef), self.kl_estimator)
+        correction = Correction.of(self.correction)
+        return LossConfig(correction, float(self.entropy_coef), float(self.kl_coef), self.kl_estimator)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A checked call: the job, who does it, and what happens to its result."""
+class PreparedLoss:
+    """A checked call: the problem, the backend that solves it, and how its result is reduced."""
 
-    job: Job
+    problem: LossProblem
     backend: str
     reduce: bool
     divide_by_kept: bool
@@ -82,13 +81,34 @@ class Plan:
     validate: bool
 
     def finish(self, loss: Tensor, results: Tensor) -> PolicyLoss:
-        """Check the results, divide by the kept tokens where asked, name the diagnostics."""
+        """Check the results, divide by the kept tokens where asked, name the diagnostics. One host sync."""
         if self.validate:
-            check_finite(results, self.job.trained, self.job.terms.scale, self.sequence_ids)
-        tokens = as_diagnostics(results, self.job.trained)
+            self._check(results)
+        diagnostics = as_diagnostics(results, self.problem.trained)
         if self.divide_by_kept:
-            loss = loss / tokens.kept.sum().clamp(min=1)
-        return PolicyLoss(loss, tokens)
+            loss = loss / diagnostics.kept.sum().clamp(min=1)
+        return PolicyLoss(loss, diagnostics)
+
+    def _check(self, results: Tensor) -> None:
+        trained, scale = self.problem.trained, self.problem.inputs.scale
+        bad = bad_tokens(results, trained, scale)
+        log_ratio = results[FIELDS.index("log_ratio")]
+        known = ~log_ratio.isnan() if trained is None else trained & ~log_ratio.isnan()
+        inside = known & in_band(log_ratio, *_WIDE_BAND)
+        any_bad, num_known, num_inside = torch.stack([bad.any(), known.sum(), inside.sum()]).tolist()
+        if any_bad:
+            raise_not_finite(results, bad, self.sequence_ids)
+        if num_known >= _TOO_FEW_TO_JUDGE and 2 * num_inside < num_known:
+            low, high = _WIDE_BAND
+            warnings.warn(
+                RecordWarning(
+                    f"{num_known - num_inside} of {num_known} trained tokens have a ratio p/q outside "
+                    f"[{low}, {high}]: trainer and sampler disagree about most tokens. Look whether the logits are "
+                    "shifted by one token (row t must be the distribution that token t was drawn from), and whether "
+                    "temperature and weights are those of the sampler"
+                ),
+                stacklevel=4,
+            )
 
 
 def prepare(
@@ -96,27 +116,27 @@ def prepare(
     advantages: Tensor,
     options: LossOptions,
     shard: VocabShard | None,
-    like: Tensor,
+    device_ref: Tensor,
     vocab_size: int | None,
-) -> Plan:
-    """Check a call and settle its constants. ``like`` is the trainer's tensor, ``[T, …]``.
+) -> PreparedLoss:
+    """Check a call and build its constants. ``device_ref`` is the trainer's tensor, ``[T, …]``.
 
     Raises:
         RecordError: a bad record, a record that lacks what the correction needs.
         ValueError: options that contradict each other or the record; advantages that are not finite.
     """
     if options.validate:
-        refuse_capture(like)
-    settings = options.settings()
-    chosen = backends.choose(options.backend, like, settings.correction.rule)
+        refuse_capture(device_ref)
+    config = options.config()
+    backend = backends.choose(options.backend, device_ref, config.correction.rule)
     check_reduction(options.reduction, options.denominator, options.sequence_ids)
     check_lengths(record)
-    _check_shapes(record, advantages, options, like)
+    _check_shapes(record, advantages, options, device_ref)
     trained = as_mask(options.loss_mask, record.tokens)
-    _check_needs(record, settings.correction)
+    _check_needs(record, config.correction)
     if options.validate:
         check_record(record, vocab_size, options.loss_mask, options.sequence_ids)
-        _check_values(record, advantages, settings, options, trained)
+        raise_failed(_loss_checks(record, advantages, config, options, trained), options.sequence_ids)
     scale = token_scale(
         options.reduction,
         record.tokens,
@@ -128,7 +148,7 @@ def prepare(
     reference, logq = options.ref_logprobs, record.logprobs
     if logq is None:
         logq = torch.full(record.tokens.shape, torch.nan, device=record.tokens.device)
-    terms = Terms(
+    inputs = LossInputs(
         record.tokens,
         logq.detach(),
         advantages.detach(),
@@ -138,9 +158,9 @@ def prepare(
         None if reference is None else reference.detach(),
     )
     whole = VocabShard(0, vocab_size or 0, vocab_size or 0) if shard is None else shard
-    return Plan(
-        Job(terms, trained, settings, whole),
-        chosen,
+    return PreparedLoss(
+        LossProblem(inputs, trained, config, whole),
+        backend,
         options.reduction != "none",
         isinstance(options.denominator, str),
         options.sequence_ids,
@@ -156,14 +176,16 @@ def refuse_capture(tensor: Tensor) -> None:
         )
 
 
-def _check_shapes(record: SamplerRecord, advantages: Tensor, options: LossOptions, like: Tensor) -> None:
-    size = like.shape[0]
-    if record.tokens.device != like.device:
+def _check_shapes(
+    record: SamplerRecord, advantages: Tensor, options: LossOptions, device_ref: Tensor
+) -> None:
+    size = device_ref.shape[0]
+    if record.tokens.device != device_ref.device:
         raise RecordError(
             "devices differ",
             field="tokens",
             value=record.tokens.device,
-            remedy=f"The trainer's side is on {like.device}: use record.to.",
+            remedy=f"The trainer's side is on {device_ref.device}: use record.to.",
         )
     if len(record) != size:
         raise RecordError(
@@ -215,17 +237,17 @@ def _check_needs(record: SamplerRecord, correction: Correction) -> None:
         )
 
 
-def _check_values(
+def _loss_checks(
     record: SamplerRecord,
     advantages: Tensor,
-    settings: Settings,
+    config: LossConfig,
     options: LossOptions,
     trained: Tensor | None,
-) -> None:
-    """Checks that belong to this loss rather than to the record; one host sync."""
+) -> list[Check]:
+    """Checks that belong to this loss rather than to the record."""
     remedy = "Look at how rewards were turned into advantages."
     checks = [Check(~advantages.isfinite(), "advantages", advantages, "advantage is not finite", remedy)]
-    if settings.correction.center:
+    if config.correction.center:
         assert record.candidates is not None
         counts = record.candidates.offsets.diff()
         problem = "a trained token of a centered loss has no candidates"
@@ -243,8 +265,6 @@ def _check_values(
             outside = outside | (ids >= options.sequence_keep.numel())
         problem = "sequence id is negative, or has no entry in sequence_keep"
         checks.append(Check(outside, "sequence_ids", ids, problem, "Number the sequences from 0."))
-    if trained is not None:
-        checks = [Check(c.bad & trained, c.field, c.values, c.problem, c.remedy) for c in checks]
-    for check, hit in zip(checks, torch.stack([c.bad.any() for c in checks]).tolist(), strict=True):
-        if hit:
-            raise_first(check, ids)
+    if trained is None:
+        return checks
+    return [replace(check, bad=check.bad & trained) for check in checks]

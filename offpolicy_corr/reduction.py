@@ -1,4 +1,4 @@
-"""From token losses to one number: what each token is divided by."""
+"""Mathematics: from token losses to one number, what each token's loss is divided by."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def token_scale(
     A dropped sequence stays in the denominator. With ``denominator="kept"`` the count is not known before the
     weights are, so the scale is 1 and the caller divides.
     """
-    live = torch.ones_like(tokens, dtype=torch.float64) if trained is None else trained.double()
-    scale = live
+    mask = torch.ones_like(tokens, dtype=torch.float64) if trained is None else trained.double()
+    scale = mask
     if reduction == "token-mean" and not isinstance(denominator, str):
         if denominator is None:
-            denominator = max(tokens.numel(), 1) if trained is None else live.sum().clamp(min=1.0)
-        scale = live / denominator
+            denominator = max(tokens.numel(), 1) if trained is None else mask.sum().clamp(min=1.0)
+        scale = mask / denominator
     elif reduction == "sequence-mean":
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
-        number = _numbered(ids)
-        lengths = torch.zeros_like(live).index_add_(0, number, live)
+        index = dense_ids(ids)
+        lengths = torch.zeros_like(mask).index_add_(0, index, mask)
         assert not isinstance(denominator, str)
         sequences = (lengths > 0).sum().clamp(min=1) if denominator is None else denominator
-        scale = live / lengths.clamp(min=1.0)[number] / sequences
+        scale = mask / lengths.clamp(min=1.0)[index] / sequences
     if sequence_keep is not None:
         assert sequence_ids is not None
         ids = sequence_ids if trained is None else torch.where(trained, sequence_ids, 0)
@@ -76,11 +76,11 @@ def token_scale(
     return scale
 
 
-def _numbered(ids: Tensor) -> Tensor:
-    """Every id's place among the distinct ids, int64 ``[T]``: all below T, and their count stays on the device."""
+def dense_ids(ids: Tensor) -> Tensor:
+    """Map ids to 0 … S−1, int64 ``[T]``, like ``torch.unique(return_inverse=True)`` but without a host sync."""
     ordered, order = ids.sort()
-    place = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
-    return torch.empty_like(place).index_copy_(0, order, place)
+    index = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    return torch.empty_like(index).index_copy_(0, order, index)
 
 
 def global_denominator(loss_mask: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:

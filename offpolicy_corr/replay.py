@@ -1,71 +1,56 @@
-"""Top-p mask replay: the trainer's log-probs over the vocabulary, or over a recorded support."""
+"""Mathematics: the trainer's log-probs over the vocabulary, or over a recorded support (top-p mask replay)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .csr import segment_logsumexp, segment_sum
 from .records.candidates import CandidateSet
-from .row_passes import RowStats
+from .rows import RowStats, TrainerLogprobs
 
 
-@dataclass(frozen=True, eq=False)
-class TrainerLogprobs:
-    """The trainer's view of ``R`` tokens; on complete rows everything is over the set S, elsewhere over V.
-
-    Args:
-        token: log p of the sampled token, ``[R]``; candidates: log p of the candidates, ``[nnz]``.
-        entropy: of that same distribution, ``[R]``, nats.
-        tail_mass: probability outside the candidates, summed directly, ``[R]`` (unused on complete rows).
-        head_mass: full-vocabulary mass of the candidates, ``[R]``; NaN where the vocabulary was not visited.
-        finite: False on a row that has a NaN or +inf logit, or no finite one.
-    """
-
-    token: Tensor
-    candidates: Tensor
-    entropy: Tensor
-    tail_mass: Tensor
-    head_mass: Tensor
-    finite: Tensor
-
-
-def from_statistics(stats: RowStats, candidates: CandidateSet | None) -> TrainerLogprobs:
+def trainer_logprobs(stats: RowStats, candidates: CandidateSet | None) -> TrainerLogprobs:
     """log-softmax over V, and over S on complete rows.
 
     The support's log-sum-exp is taken over the gathered logits: where the vocabulary gives S a mass that
     underflows, subtracting full-vocabulary log-probs would give inf.
     """
-    log_total = stats.total.log()
-    mean = stats.moment / stats.total
-    entropy = log_total - mean
+    log_sum_exp = stats.sum_exp.log()
+    mean_d = stats.sum_d_exp / stats.sum_exp
+    entropy = log_sum_exp - mean_d
     finite = entropy.isfinite()
-    over_v = TrainerLogprobs(
-        stats.token - log_total,
-        stats.candidates,
+    over_vocabulary = TrainerLogprobs(
+        stats.token_logit - log_sum_exp,
+        stats.candidate_logits,
         entropy,
-        stats.tail / stats.total,
+        stats.tail_sum_exp / stats.sum_exp,
         torch.full_like(entropy, torch.nan),
         finite,
     )
     if candidates is None:
-        return over_v
+        return over_vocabulary
     rows, complete = candidates.rows, candidates.complete
-    peak, log_mass = segment_logsumexp(stats.candidates, candidates.offsets, rows)
-    shift = torch.where(complete, peak, 0.0)
-    log_norm = torch.where(complete, log_mass, log_total)
-    logp = stats.candidates - shift[rows] - log_norm[rows]
-    over_s = support_entropy(logp, candidates)
+    over_support, largest, log_rest = support_logprobs(stats.candidate_logits, candidates)
+    shift, log_norm = torch.where(complete, largest, 0.0), torch.where(complete, log_rest, log_sum_exp)
+    logp = torch.where(complete[rows], over_support, stats.candidate_logits - log_sum_exp[rows])
     return replace(
-        over_v,
-        token=stats.token - shift - log_norm,
-        candidates=logp,
-        entropy=torch.where(complete, over_s, entropy),
-        head_mass=(peak + log_mass - log_total).exp(),
+        over_vocabulary,
+        token_logprob=stats.token_logit - shift - log_norm,
+        candidate_logprobs=logp,
+        entropy=torch.where(complete, support_entropy(logp, candidates), entropy),
+        head_mass=(largest + log_rest - log_sum_exp).exp(),
         finite=finite & log_norm.isfinite(),
     )
+
+
+def support_logprobs(candidate_logits: Tensor, candidates: CandidateSet) -> tuple[Tensor, Tensor, Tensor]:
+    """log-softmax over each row's own set, ``[nnz]``, and the set's log-sum-exp as its two addends ``[R]``."""
+    rows = candidates.rows
+    largest, log_rest = segment_logsumexp(candidate_logits, candidates.offsets, rows)
+    return candidate_logits - largest[rows] - log_rest[rows], largest, log_rest
 
 
 def support_entropy(logp: Tensor, candidates: CandidateSet) -> Tensor:

@@ -1,14 +1,11 @@
-"""What a loss returns."""
+"""Data: what a loss returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
-import torch
 from torch import Tensor
-
-from .centering import Coefficients
-from .replay import TrainerLogprobs
 
 FIELDS = (
     "loss",
@@ -63,52 +60,37 @@ class PolicyLoss:
     diagnostics: TokenDiagnostics
 
 
-def pack(loss: Tensor, correction: Tensor, coef: Coefficients, trainer: TrainerLogprobs) -> Tensor:
-    """``[len(FIELDS), T]``, detached: token losses, unscaled, and everything that is reported about them."""
-    values = (
-        loss,
-        trainer.finite,
-        trainer.token,
-        coef.log_ratio,
-        coef.weight,
-        trainer.entropy,
-        correction,
-        coef.sampler_head_mass,
-        coef.trainer_head_mass,
-        coef.tail_ratio,
-    )
-    return torch.stack([value.detach().to(loss.dtype) for value in values])
-
-
 def as_diagnostics(results: Tensor, trained: Tensor | None) -> TokenDiagnostics:
-    """From ``[len(FIELDS), T]`` as a visit returns it."""
+    """From ``[len(FIELDS), T]`` as `loss_and_grad` returns it."""
     named = dict(zip(FIELDS, results.detach().unbind(0), strict=True))
     kept = named["weight"] > 0
     del named["loss"], named["finite"]
     return TokenDiagnostics(kept=kept if trained is None else kept & trained, **named)
 
 
-def check_finite(results: Tensor, trained: Tensor | None, scale: Tensor, sequence_ids: Tensor | None) -> None:
-    """Refuse trained tokens whose loss is not a number, naming the first and the reason. One host sync.
+def bad_tokens(results: Tensor, trained: Tensor | None, scale: Tensor) -> Tensor:
+    """Trained tokens whose loss is not finite, bool ``[T]``.
 
-    On tokens of dropped sequences, whose ``scale`` is 0, only the logits must be usable.
+    For tokens of dropped sequences, whose ``scale`` is 0, only the logits must be usable.
+    """
+    loss, finite = results[FIELDS.index("loss")], results[FIELDS.index("finite")]
+    bad = (~loss.isfinite() & (scale != 0)) | (finite == 0)
+    return bad if trained is None else bad & trained
+
+
+def raise_not_finite(results: Tensor, bad: Tensor, sequence_ids: Tensor | None) -> NoReturn:
+    """Name the first of the ``bad`` tokens and the reason.
 
     Raises:
         ValueError: a row with a NaN or +inf logit or no finite one; a non-zero weight or coefficient on a
             logit of −inf; a weight that overflows.
     """
     named = dict(zip(FIELDS, results, strict=True))
-    loss, finite = named["loss"], named["finite"]
-    bad = (~loss.isfinite() & (scale != 0)) | (finite == 0)
-    if trained is not None:
-        bad = bad & trained
-    if not bool(bad.any()):
-        return
     token = int(bad.nonzero()[0, 0])
-    place = f"token {token}"
+    where = f"token {token}"
     if sequence_ids is not None:
-        place = f"sample {int(sequence_ids[token])}, {place}"
-    if not bool(finite[token]):
+        where = f"sample {int(sequence_ids[token])}, {where}"
+    if not bool(named["finite"][token]):
         reason = "its logits hold NaN or +inf, or none of them is finite"
         remedy = "Look at the trainer's forward pass, or take the token out of loss_mask"
     elif not bool(named["weight"][token].isfinite()):
@@ -123,4 +105,4 @@ def check_finite(results: Tensor, trained: Tensor | None, scale: Tensor, sequenc
     else:
         reason = "an advantage, an entropy or a KL term leaves the range of its dtype"
         remedy = "Look at advantages, entropy and ref_logprobs of that token"
-    raise ValueError(f"the loss of {place} is not finite: {reason}. {remedy}")
+    raise ValueError(f"the loss of {where} is not finite: {reason}. {remedy}")

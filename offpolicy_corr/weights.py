@@ -1,4 +1,4 @@
-"""Importance-weight rules: how one token is weighted, given its ratio ``r = p / q``.
+"""Rules: the importance weight f(r) of one token, given its ratio ``r = p / q``.
 
 ``p`` is the trainer's probability of the token, ``q`` the probability with which the sampler drew it. A rule
 is any object with three elementwise methods (see `WeightRule`); the ones here are frozen dataclasses.
@@ -29,6 +29,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .numerics import check_band, in_band, inverse_bound, log_bound
+
 
 @runtime_checkable
 class WeightRule(Protocol):
@@ -48,21 +50,6 @@ class WeightRule(Protocol):
     def tail_scale(self, rho: Tensor, advantages: Tensor) -> Tensor:
         """α = ρ·f(1/ρ), where ρ is the sampler's tail mass over the trainer's."""
         ...
-
-
-def _check_bounds(low: float, high: float) -> None:
-    if not (0.0 <= low <= high) or math.isinf(low):
-        raise ValueError(
-            f"bounds must satisfy 0 <= low <= high with a finite low, got low={low}, high={high}"
-        )
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
-
-
-def _inverse(value: float) -> float:
-    return 1.0 / value if value > 0 else math.inf
 
 
 def _ratio(log_ratio: Tensor, keep: Tensor) -> Tensor:
@@ -147,10 +134,10 @@ class MaskedIS:
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
+        check_band(self.low, self.high)
 
     def _keep(self, log_ratio: Tensor) -> Tensor:
-        return (log_ratio >= _log(self.low)) & (log_ratio <= _log(self.high))
+        return in_band(log_ratio, self.low, self.high)
 
     def weight(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         return _ratio(log_ratio, self._keep(log_ratio))
@@ -159,7 +146,7 @@ class MaskedIS:
         return _prob(logp, self._keep(logp - logq))
 
     def tail_scale(self, rho: Tensor, advantages: Tensor) -> Tensor:
-        return ((rho >= _inverse(self.high)) & (rho <= _inverse(self.low))).to(rho.dtype)
+        return ((rho >= inverse_bound(self.high)) & (rho <= inverse_bound(self.low))).to(rho.dtype)
 
     def drift_bound(self, q_tail: Tensor, p_tail: Tensor, advantages: Tensor) -> Tensor:
         return 2.0 * torch.minimum(p_tail, self.high * q_tail)
@@ -173,10 +160,10 @@ class ClampedIS:
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
+        check_band(self.low, self.high)
 
     def weight(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        return log_ratio.clamp(_log(self.low), _log(self.high)).exp()
+        return log_ratio.clamp(log_bound(self.low), log_bound(self.high)).exp()
 
     def weighted_prob(self, logp: Tensor, logq: Tensor, advantages: Tensor) -> Tensor:
         p, q = logp.exp(), logq.exp()
@@ -211,7 +198,7 @@ class PPOClip:
 
     def _keep(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         return torch.where(
-            advantages >= 0, log_ratio <= _log(1.0 + self.high), log_ratio >= _log(1.0 - self.low)
+            advantages >= 0, log_ratio <= log_bound(1.0 + self.high), log_ratio >= log_bound(1.0 - self.low)
         )
 
     def weight(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -221,7 +208,9 @@ class PPOClip:
         return _prob(logp, self._keep(logp - logq, advantages))
 
     def tail_scale(self, rho: Tensor, advantages: Tensor) -> Tensor:
-        keep = torch.where(advantages >= 0, rho >= 1.0 / (1.0 + self.high), rho <= _inverse(1.0 - self.low))
+        keep = torch.where(
+            advantages >= 0, rho >= 1.0 / (1.0 + self.high), rho <= inverse_bound(1.0 - self.low)
+        )
         return keep.to(rho.dtype)
 
     def drift_bound(self, q_tail: Tensor, p_tail: Tensor, advantages: Tensor) -> Tensor:

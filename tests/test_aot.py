@@ -70,7 +70,7 @@ def test_registers_leave_room_for_two_programs(compiled: list[dict[str, Any]]) -
 def test_main_loops_access_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:
     aligned = [c for c in compiled if c["aligned"] and c["columns"] >= 4096 and c["sweeps"]]
     assert not offenders(aligned, lambda c: set(c["sweep_widths"]) != {128})
-    assert {c["kernel"] for c in aligned} == {"fused_loss", "row_statistics", "row_gradient", "scale_rows"}
+    assert {c["kernel"] for c in aligned} == {"fused_loss", "row_stats", "row_gradient", "scale_rows"}
 
 
 @pytest.mark.skipif(not PINNED, reason="the budget is that of Triton 3.9")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offpolicy_corr as oc
-from offpolicy_corr import hidden, torch_loss
+from offpolicy_corr import lm_head, torch_loss
 from support import ENTRANCES, RULES, Problem, gradient_through
 
 rules = st.sampled_from(RULES)
@@ -130,7 +130,7 @@ def test_chunk_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, b
     expected = {entrance: call(entrance) for entrance in ENTRANCES}
     monkeypatch.setattr(torch_loss, "_BLOCK_ON_CPU", block)
     monkeypatch.setattr(torch_loss, "_TILE_ON_CPU", tile)
-    monkeypatch.setattr(hidden, "_LOGITS_ON_CPU", block)
+    monkeypatch.setattr(lm_head, "_LOGITS_ON_CPU", block)
     monkeypatch.setattr("offpolicy_corr.lm_head_on_supports._GATHERED", block)
     for entrance, (out, gradient) in expected.items():
         again, same = call(entrance)

@@ -13,10 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
 from fake_cuda import NoTransfers, allow_fake_devices, fake_cuda, gradients
-from offpolicy_corr import hidden
-from offpolicy_corr.loss_inputs import Settings, Terms
-from offpolicy_corr.torch_loss import Job
-from offpolicy_corr.vocab_parallel import VocabShard
+from offpolicy_corr.lm_head import LMHead, LMHeadGradients, loss_on_vocabulary
+from offpolicy_corr.loss_inputs import LossConfig, LossInputs, LossProblem, VocabShard
 from on_device import MARKS
 from support import RULES
 
@@ -128,14 +126,14 @@ def test_a_chunk_of_hidden_states(dtype: torch.dtype) -> None:
     """The products that only a GPU makes: half-precision factors, summed in fp32."""
     record = record_of("none", False)
     ones = like(1.0, T)
-    terms = Terms(record.tokens, record.logprobs, ones, ones.double(), record.temperature, None)
-    job = Job(terms, None, Settings(oc.Correction.from_name("mis")), VocabShard(0, V, V))
+    inputs = LossInputs(record.tokens, record.logprobs, ones, ones.double(), record.temperature, None)
+    problem = LossProblem(inputs, None, LossConfig(oc.Correction.from_name("mis")), VocabShard(0, V, V))
     states, weight, bias = (
         torch.empty(shape, dtype=dtype, device="cuda") for shape in ((T, 8), (V, 8), (V,))
     )
-    head = hidden.LMHead(states, weight, bias, 30.0)
-    gradients = hidden.HeadGradients.like(head, (True, True, True))
-    hidden._dense_sweep(head, job, "triton", torch.arange(T, device="cuda"), gradients)
+    lm_head = LMHead(states, weight, bias, 30.0)
+    gradients = LMHeadGradients.zeros_for(lm_head, (True, True, True))
+    loss_on_vocabulary(lm_head, problem, "triton", torch.arange(T, device="cuda"), gradients)
     assert gradients.weight is not None and gradients.weight.dtype == torch.float32
 
 

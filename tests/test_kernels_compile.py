@@ -139,12 +139,12 @@ def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
     )  # fmt: skip
     torch.library.opcheck(triton_loss._LOSS, arguments, test_utils=checks)
     arguments = (logits, record.tokens, None, heat, candidates.ids, candidates.offsets, None, 40, 0, 0.0)
-    torch.library.opcheck(vocab_parallel._STATISTICS, arguments, test_utils=checks)
+    torch.library.opcheck(vocab_parallel._ROW_STATS, arguments, test_utils=checks)
     arguments = (
         logits, torch.empty_like(logits), record.tokens, None, heat, heat, heat, heat, candidates.ids,
         candidates.offsets, shifted.zero_(), heat, listed, 40, 0,
     )  # fmt: skip
-    torch.library.opcheck(triton_logprobs._GRADIENT, arguments, test_utils=checks)
+    torch.library.opcheck(triton_logprobs._ROW_GRADIENT, arguments, test_utils=checks)
     torch.library.opcheck(
         rescale._SCALE, (logits.clone(), torch.tensor(2.0, device=DEVICE)), test_utils=checks
     )

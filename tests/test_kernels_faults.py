@@ -17,7 +17,7 @@ from offpolicy_corr.kernels import launch
 from torch import Tensor
 
 import offpolicy_corr as oc
-from offpolicy_corr import backend, hidden
+from offpolicy_corr import backend, lm_head
 from on_device import DEVICE, MARKS, assert_same, loss_and_gradient, moved
 from support import Problem
 
@@ -210,7 +210,7 @@ def test_fault_9_rows_are_on_the_one_axis_of_a_grid_that_takes_them_all(
         (triton_loss, "fused_loss"),
         (triton_logprobs, "row_gradient"),
         (rescale, "scale_rows"),
-        (vocab_parallel, "row_statistics"),
+        (vocab_parallel, "row_stats"),
     )
     for module, name in launches:
         monkeypatch.setattr(module, name, grids)
@@ -320,7 +320,7 @@ def test_fault_18_the_weight_s_gradient_is_summed_in_fp32_over_chunks(
     record = moved(rows((states @ head.T).float(), [1] * 64))
     grads = []
     for size in (64, 1):
-        monkeypatch.setattr(hidden, "_ROWS", size)
+        monkeypatch.setattr(lm_head, "_ROWS", size)
         weight = head.detach().to(DEVICE).requires_grad_()
         oc.policy_loss_from_hidden(
             states.to(DEVICE), weight, record, torch.ones(64, device=DEVICE), backend="triton"
@@ -331,7 +331,7 @@ def test_fault_18_the_weight_s_gradient_is_summed_in_fp32_over_chunks(
 
 
 def test_fault_20_chunks_are_large_enough_for_matrix_products() -> None:
-    assert hidden._ROWS >= 1024
+    assert lm_head._ROWS >= 1024
 
 
 def test_fault_21_a_duplicate_candidate_is_refused_and_a_sampled_candidate_is_folded_in() -> None:
@@ -393,20 +393,18 @@ def test_poison_reaches_nothing_and_nothing_outside_is_touched(garbage: float) -
 
 def test_poisoned_buffers_are_written_everywhere() -> None:
     from offpolicy_corr.correction import Correction
-    from offpolicy_corr.loss_inputs import Settings, Terms
-    from offpolicy_corr.torch_loss import Job
-    from offpolicy_corr.vocab_parallel import VocabShard
+    from offpolicy_corr.loss_inputs import LossConfig, LossInputs, LossProblem, VocabShard
 
     problem = Problem(size=4, vocab=300, kind="mixed", seed=5)
     record = moved(problem.record())
-    terms = Terms(
+    inputs = LossInputs(
         record.tokens, record.logprobs, problem.advantages.to(DEVICE), torch.ones(4, device=DEVICE),
         record.temperature, record.candidates,
     )  # fmt: skip
-    job = Job(terms, None, Settings(Correction()), VocabShard(0, 290, 290))
+    loss_problem = LossProblem(inputs, None, LossConfig(Correction()), VocabShard(0, 290, 290))
     logits = problem.logits.float().to(DEVICE)
-    job.terms.candidates.ids.clamp_(max=289)
+    loss_problem.inputs.candidates.ids.clamp_(max=289)
     gradient = torch.full_like(logits, torch.nan)
-    results = backend.visit("triton")(logits, job, gradient)
+    results = backend.loss_and_grad("triton")(logits, loss_problem, gradient)
     assert gradient.isfinite().all() and (gradient[:, 290:] == 0).all()
     assert results[:, :].isfinite().all()

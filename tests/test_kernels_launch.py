@@ -23,7 +23,7 @@ def test_every_kernel_is_launched_from_real_calls_and_reads_128_bits_at_a_time(a
     assert done.returncode == 0, done.stderr[-3000:]
     launched = json.loads(done.stdout)
     names = [launch["kernel"] for launch in launched]
-    assert set(names) == {"fused_loss", "row_statistics", "row_gradient", "scale_rows"}
+    assert set(names) == {"fused_loss", "row_stats", "row_gradient", "scale_rows"}
     assert all(launch["grid"] == [2, 1, 1] for launch in launched)
     # a vocabulary of 50,257 puts rows where wide accesses would not be aligned
     odd = [launch for launch in launched if 128 not in launch["bits"]]

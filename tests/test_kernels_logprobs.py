@@ -97,7 +97,7 @@ class Slopes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name == "offpolicy_corr::row_gradient":
             names = [argument.name for argument in func._schema.arguments]
-            self.given.append(args[names.index("slope")] is not None)
+            self.given.append(args[names.index("slopes")] is not None)
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offpolicy_corr as oc
-from offpolicy_corr import hidden, torch_loss
+from offpolicy_corr import lm_head, torch_loss
 from support import Problem
 
 T, V = 32, 64
@@ -43,7 +43,7 @@ class Allocations(TorchDispatchMode):
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_loss, "_BLOCK_ON_CPU", 4 * V)
     monkeypatch.setattr(torch_loss, "_TILE_ON_CPU", 2 * V)
-    monkeypatch.setattr(hidden, "_LOGITS_ON_CPU", 4 * V)
+    monkeypatch.setattr(lm_head, "_LOGITS_ON_CPU", 4 * V)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

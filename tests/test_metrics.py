@@ -122,7 +122,7 @@ def test_nothing_trained_and_no_tokens() -> None:
     problem = Problem(seed=2)
     values = summary(problem, problem.record(), loss_mask=torch.zeros(6))
     assert values["tokens"] == 0 and all(math.isnan(v) for k, v in values.items() if k != "tokens")
-    with pytest.raises(ValueError, match="band must satisfy"):
+    with pytest.raises(ValueError, match="bounds must satisfy"):
         summary(problem, problem.record(), band=(5.0, 0.2))
 
 
@@ -130,5 +130,5 @@ def test_every_value_is_a_python_float_and_certificates_follow_the_rule() -> Non
     problem = Problem(seed=2, kind="head")
     values = summary(problem, problem.record(), advantages=problem.advantages)
     assert all(type(value) is float for value in values.values())
-    exact = summary(problem, problem.record(), rule=oc.FullIS())
+    exact = summary(problem, problem.record(), correction=oc.Correction(oc.FullIS()))
     assert exact["certificate"] == 0 < values["certificate"]

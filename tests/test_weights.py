@@ -123,12 +123,14 @@ def test_names() -> None:
     assert oc.Correction.from_name("ppo", high=0.3).rule == oc.PPOClip(0.2, 0.3)
     assert oc.Correction.from_name("clamp", low=0.8, high=1.2).rule == oc.ClampedIS(0.8, 1.2)
     assert oc.Correction.from_name("sc+mis", tail_floor=1e-4).tail_floor == 1e-4
+    assert oc.Correction.from_name("sc+icepop") == oc.Correction.from_name("sc+mis")
+    assert oc.Correction.from_name("cispo", cap=1.2) == oc.Correction(oc.TruncatedIS(1.2), center=False)
 
 
 @pytest.mark.parametrize(
     "name,overrides,words",
     [
-        ("icepop", {}, "unknown correction 'icepop'"),
+        ("icepops", {}, "unknown correction 'icepops'"),
         ("sc+", {}, "unknown correction"),
         ("mis+sc", {}, "unknown correction"),
         ("none", {"cap": 2.0}, "has no setting cap"),

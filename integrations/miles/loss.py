@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offpolicy_corr.centering import live
 from offpolicy_corr.loss import policy_loss as core_policy_loss
+from offpolicy_corr.numerics import safe_mul
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.result import PolicyLoss
@@ -83,7 +83,7 @@ def policy_loss(
         weights = torch.where(keep[inputs.held.sample.to(keep.device)], weights, 0.0)
     if settings.denominator == "kept":
         weights = weights * share_of_kept(layout, inputs, tokens.kept, cp_group)
-    loss = live(weights, out.loss[rows]).sum()
+    loss = safe_mul(weights, out.loss[rows]).sum()
     metrics = report.of_tokens(loss, tokens, inputs, weights, keep)
     if drops_count(args):
         loss = loss * (state.intra_dp.size / _step_tokens(batch, len(layout.responses)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offpolicy_corr.kl import kl_value
+from offpolicy_corr.kl import kl_estimate
 from offpolicy_corr.result import TokenDiagnostics
 
 from .options import filters
@@ -113,7 +113,7 @@ class Report:
         if self.reference is not None:
             assert inputs.reference is not None
             gap = torch.where(inputs.trained, tokens.logprobs - inputs.reference, 0.0)
-            columns["kl_loss"] = kl_value(self.reference, gap)
+            columns["kl_loss"] = kl_estimate(self.reference, gap)
         columns["train_rollout_logprob_abs_diff"] = log_ratio.abs()
         columns["train_rollout_kl"] = ratio - 1.0 - log_ratio.clamp(max=LARGEST_LOG_RATIO)
         own = {

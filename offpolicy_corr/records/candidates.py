@@ -112,6 +112,15 @@ class CandidateSet:
         logprobs = None if self.logprobs is None else self.logprobs[position]
         return CandidateSet(self.ids[position], logprobs, offsets, self.complete[index])
 
+    def narrow(self, row_slice: slice, candidate_slice: slice) -> CandidateSet:
+        """Consecutive rows as views, given the slice of candidates that they own; `select` would copy them."""
+        return CandidateSet(
+            self.ids[candidate_slice],
+            None if self.logprobs is None else self.logprobs[candidate_slice],
+            self.offsets[row_slice.start : row_slice.stop + 1] - candidate_slice.start,
+            self.complete[row_slice],
+        )
+
     @staticmethod
     def concat(sets: Sequence[CandidateSet]) -> CandidateSet:
         """Rows of all sets, one after the other. Either all of them carry log-probs or none does."""

@@ -148,16 +148,16 @@ def check_record(
     as_mask(loss_mask, record.tokens)
     candidates = record.candidates
     if candidates is None or candidates.ids.device.type != "cpu" or len(candidates.ids) <= CHECKED_AT_ONCE:
-        _raise_failed(_checks(record, vocab_size, loss_mask), sequence_ids)
+        raise_failed(_checks(record, vocab_size, loss_mask), sequence_ids)
         return
-    _raise_failed(_safe_offsets(candidates.offsets, len(candidates.ids))[1], sequence_ids)
+    raise_failed(_safe_offsets(candidates.offsets, len(candidates.ids))[1], sequence_ids)
     begin, total = 0, len(record)
     while begin < total:
         reach = candidates.offsets[begin] + CHECKED_AT_ONCE
         end = max(begin + 1, int(torch.searchsorted(candidates.offsets, reach, right=True)) - 1)
         own = [None if field is None else field[begin:end] for field in (loss_mask, sequence_ids)]
         try:
-            _raise_failed(_checks(_piece(record, begin, end), vocab_size, own[0]), own[1])
+            raise_failed(_checks(_piece(record, begin, end), vocab_size, own[0]), own[1])
         except RecordError as error:
             assert error.token is not None, "every check of values names its token"
             raise error.at(token=error.token + begin) from None
@@ -188,11 +188,15 @@ def _checks(record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | N
     return checks
 
 
-def _raise_failed(checks: list[Check], sequence_ids: Tensor | None) -> None:
-    failed = torch.stack([check.bad.any() for check in checks]).tolist()  # the one host sync
+def raise_failed(checks: list[Check], sequence_ids: Tensor | None, tokens: Tensor | None = None) -> None:
+    """Raise the `RecordError` of the first check that fails, if one does. One host sync.
+
+    ``tokens`` maps positions to the caller's own numbering.
+    """
+    failed = torch.stack([check.bad.any() for check in checks]).tolist()
     for check, hit in zip(checks, failed, strict=True):
         if hit:
-            raise_first(check, sequence_ids)
+            raise_first(check, sequence_ids, tokens)
 
 
 def raise_first(check: Check, sequence_ids: Tensor | None, tokens: Tensor | None = None) -> NoReturn:
