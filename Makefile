@@ -34,7 +34,9 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 
 # mypy does not run import hooks: it reads an install made of links, where the packages that live beside
 # offpolicy_corr stand inside it; what they depend on is found in the first environment
-$(VENV)-lint/ready: $(VENV)/dev
+# (again whenever a file appears or disappears, which changes its folder)
+$(VENV)-lint/ready: $(VENV)/dev $(sort $(dir $(wildcard offpolicy_corr/*.py offpolicy_corr/*/*.py kernels/*.py \
+		integrations/*.py integrations/*/*.py benchmarks/*.py)))
 	$(PYTHON) -m venv $(VENV)-lint
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$($(VENV)-lint/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"

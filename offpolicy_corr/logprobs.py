@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from . import backend as backends
 from .loss_inputs import LossInputs, VocabShard
-from .prepare import refuse_capture
+from .prepare import check_matrix, refuse_capture
 from .records.candidates import CandidateSet
 from .records.record import SamplerRecord
 from .records.validation import as_mask, check_lengths, check_record
@@ -56,8 +56,7 @@ def selected_logprobs(
             ``validate=False`` leaves only the last.
         RuntimeError: validation while a CUDA graph is captured.
     """
-    if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
+    check_matrix("logits", logits, "[T, V]")
     shard = VocabShard.of(logits.shape[1], vocab_size, process_group)
     ids_only = None if candidates is None else replace(candidates, logprobs=None)
     record = SamplerRecord(tokens, None, ids_only, temperature)

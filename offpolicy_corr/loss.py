@@ -11,7 +11,7 @@ from .from_logprobs import loss_from_logprobs
 from .hidden import loss_from_hidden
 from .lm_head import LMHead
 from .loss_inputs import VocabShard
-from .prepare import LossOptions, prepare
+from .prepare import LossOptions, check_matrix, prepare
 from .records.record import SamplerRecord
 from .result import PolicyLoss
 
@@ -40,9 +40,9 @@ def policy_loss(
     """Corrected policy-gradient loss from the trainer's raw logits.
 
     ``loss = Σ_t (policy − entropy_coef·H + kl_coef·KL) / denominator``, the policy term as in `centering`. Loss
-    and gradient come out of one visit to each row: besides the gradient nothing of size ``[T, V]`` exists, and
-    with ``inplace`` not even that. With ``reduction="none"`` the gradient is made by a second visit, in the backward
-    pass; until then nothing of that size is kept but the logits, which must not be written to.
+    and gradient are computed together, row by row: besides the gradient nothing of size ``[T, V]`` exists, and
+    with ``inplace`` not even that. With ``reduction="none"`` the gradient is computed in the backward pass, from the
+    logits, which must not be written to until then.
 
     Args:
         logits: raw ``[T, V]``, before temperature; row ``t`` is the distribution token ``t`` was drawn from.
@@ -78,8 +78,7 @@ def policy_loss(
         RecordError: a bad record, before anything is computed.
         ValueError: contradicting options; logits that make a trained token's loss non-finite.
     """
-    if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
+    check_matrix("logits", logits, "[T, V]")
     options = LossOptions(
         correction, loss_mask, reduction, sequence_ids, sequence_keep, denominator, entropy_coef, kl_coef,
         kl_estimator, ref_logprobs, backend, validate,
@@ -135,6 +134,7 @@ def policy_loss_from_hidden(
     """
     if inplace:
         raise ValueError("inplace has no effect from hidden states: logits are never kept")
+    check_matrix("hidden", hidden, "[T, D]")
     lm_head = LMHead.of(hidden, lm_head_weight, bias, logit_softcap)
     options = LossOptions(
         correction, loss_mask, reduction, sequence_ids, sequence_keep, denominator, entropy_coef, kl_coef,
@@ -189,7 +189,10 @@ def policy_loss_from_logprobs(
     if inplace or process_group is not None:
         raise ValueError("inplace and process_group have no effect from log-probs: there are no logits here")
     if logprobs.dim() != 1 or not logprobs.dtype.is_floating_point:
-        raise ValueError(f"logprobs must be floating [T], got {logprobs.dtype} {tuple(logprobs.shape)}")
+        remedy = ": use .flatten()" if logprobs.dim() > 1 else ""
+        raise ValueError(
+            f"logprobs must be floating [T], got {logprobs.dtype} {tuple(logprobs.shape)}{remedy}"
+        )
     if entropy_coef and entropy is None:
         raise ValueError("entropy_coef needs entropy=, the trainer's entropy at every token")
     if backend == "triton":

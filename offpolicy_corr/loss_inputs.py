@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +50,7 @@ class LossInputs:
     def select(self, index: Tensor) -> LossInputs:
         """The tokens ``index`` (int64), in that order."""
         candidates = None if self.candidates is None else self.candidates.select(index)
-        return self._map(lambda values: values[index], candidates)
+        return self._at(index, candidates)
 
     def chunks(
         self, max_tokens: int, max_candidates: int | None = None
@@ -73,19 +73,19 @@ class LossInputs:
             candidates = None
             if self.candidates is not None:
                 candidates = self.candidates.narrow(row_slice, candidate_slice)
-            yield row_slice, candidate_slice, self._map(lambda values, s=row_slice: values[s], candidates)
+            yield row_slice, candidate_slice, self._at(row_slice, candidates)
 
-    def _map(self, choose: Callable[[Tensor], Tensor], candidates: CandidateSet | None) -> LossInputs:
+    def _at(self, index: Tensor | slice, candidates: CandidateSet | None) -> LossInputs:
         temperature = self.temperature
         return replace(
             self,
-            tokens=choose(self.tokens),
-            logq=choose(self.logq),
-            advantages=choose(self.advantages),
-            scale=choose(self.scale),
-            temperature=choose(temperature) if isinstance(temperature, Tensor) else temperature,
+            tokens=self.tokens[index],
+            logq=self.logq[index],
+            advantages=self.advantages[index],
+            scale=self.scale[index],
+            temperature=temperature[index] if isinstance(temperature, Tensor) else temperature,
             candidates=candidates,
-            ref_logprobs=None if self.ref_logprobs is None else choose(self.ref_logprobs),
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
         )
 
 

@@ -168,6 +168,16 @@ def prepare(
     )
 
 
+def check_matrix(name: str, values: Tensor, shape: str) -> None:
+    """Raise ValueError unless ``values`` is a floating matrix, rows by columns as ``shape`` says."""
+    if values.dim() == 2 and values.dtype.is_floating_point:
+        return
+    remedy = ""
+    if values.dim() == 3:
+        remedy = f": use {name}.flatten(0, 1), and flatten everything per token likewise (see flatten_batch)"
+    raise ValueError(f"{name} must be floating {shape}, got {values.dtype} {tuple(values.shape)}{remedy}")
+
+
 def refuse_capture(tensor: Tensor) -> None:
     """Raises RuntimeError where the tensor's stream is being captured into a CUDA graph: checks wait for it."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -206,7 +216,9 @@ def _check_shapes(
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} must be a tensor [T], got {type(values).__name__}")
         if values.shape != (size,):
-            raise ValueError(f"{name} must be [T] = ({size},), got {tuple(values.shape)}")
+            raise ValueError(
+                f"{name} must be [T] = ({size},), got {tuple(values.shape)}{_per_token(values, size)}"
+            )
         if values.device != record.tokens.device:
             raise ValueError(f"{name} is on {values.device}, the record's tokens on {record.tokens.device}")
     if options.sequence_ids is not None and not is_integer(options.sequence_ids):
@@ -217,6 +229,15 @@ def _check_shapes(
             raise ValueError("sequence_keep needs sequence_ids")
         if keep.dtype != torch.bool or keep.dim() != 1:
             raise ValueError(f"sequence_keep must be bool [number of sequences], got {keep.dtype}")
+
+
+def _per_token(values: Tensor, size: int) -> str:
+    """How to make one value per token of values of another shape; nothing where that is unclear."""
+    if values.numel() == size:
+        return ": use .flatten()"
+    if values.dim() == 1 and values.numel() < size:
+        return ": repeat a sequence's value over its tokens, as flatten_batch does"
+    return ""
 
 
 def _check_needs(record: SamplerRecord, correction: Correction) -> None:

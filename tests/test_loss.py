@@ -496,3 +496,24 @@ def test_logits_shifted_by_one_token_are_warned_of_without_a_further_wait() -> N
         shifted = oc.policy_loss(logits.roll(1, 0), record, problem.advantages, correction="mis")
     assert len(seen) == 1 and seen[0].filename == __file__
     assert shifted.diagnostics.kept.double().mean() < 0.2
+
+
+def test_shape_errors_say_how_to_get_the_right_shape() -> None:
+    problem = Problem(size=6, seed=1)
+    record, advantages, logits = problem.record(), problem.advantages, problem.logits
+    with pytest.raises(
+        ValueError, match=r"logits must be floating \[T, V\].*logits\.flatten\(0, 1\).*flatten_batch"
+    ):
+        oc.policy_loss(logits.view(2, 3, -1), record, advantages)
+    with pytest.raises(ValueError, match=r"logits\.flatten\(0, 1\)"):
+        oc.selected_logprobs(logits.view(2, 3, -1), record.tokens)
+    with pytest.raises(ValueError, match=r"hidden must be floating \[T, D\].*hidden\.flatten\(0, 1\)"):
+        oc.policy_loss_from_hidden(logits.view(2, 3, -1), logits, record, advantages)
+    with pytest.raises(ValueError, match=r"logprobs must be floating \[T\].*flatten\(\)"):
+        oc.policy_loss_from_logprobs(torch.zeros(2, 3), None, record, advantages)
+    with pytest.raises(
+        ValueError, match=r"advantages must be \[T\] = \(6,\), got \(2, 3\): use \.flatten\(\)"
+    ):
+        oc.policy_loss(logits, record, advantages.view(2, 3))
+    with pytest.raises(ValueError, match=r"advantages must be .* got \(2,\): repeat a sequence's value"):
+        oc.policy_loss(logits, record, advantages[:2])
