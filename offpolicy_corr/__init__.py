@@ -5,6 +5,7 @@ Data flows one way: record → trainer log-probs → weights → centering → l
 
 from . import guards, metrics
 from .correction import Correction
+from .importance import importance_weights
 from .logprobs import selected_logprobs
 from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
 from .records.assembly import Turn, assemble, pack
@@ -41,6 +42,7 @@ __all__ = [
     "assemble",
     "global_denominator",
     "guards",
+    "importance_weights",
     "metrics",
     "missing_tokens",
     "pack",
