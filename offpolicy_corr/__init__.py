@@ -18,6 +18,7 @@ from .records.requests import request_parameters
 from .records.sampler_spec import SamplerSpec
 from .reduction import global_denominator
 from .result import PolicyLoss, TokenDiagnostics
+from .token_losses import TokenLosses, token_losses
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "SamplerRecord",
     "SamplerSpec",
     "TokenDiagnostics",
+    "TokenLosses",
     "TruncatedIS",
     "Turn",
     "Unweighted",
@@ -51,4 +53,5 @@ __all__ = [
     "policy_loss_from_logprobs",
     "request_parameters",
     "selected_logprobs",
+    "token_losses",
 ]

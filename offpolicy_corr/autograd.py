@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backend import loss_and_grad, rescale_
+from .backend import logprob_passes, loss_and_grad, rescale_
 from .loss_inputs import LossProblem
 from .numerics import safe_mul
+from .result import FIELDS
+from .torch_logprobs import Selection
 
 
 class LossFromLogits(torch.autograd.Function):
@@ -58,6 +60,60 @@ class LossFromLogits(torch.autograd.Function):
         with torch.autocast(logits.device.type, enabled=False):
             loss_and_grad(backend)(logits.detach(), problem, gradient)
         return gradient, None, None, None, None, None
+
+
+class TokenLossesFromLogits(torch.autograd.Function):
+    """(scale·loss, log p, entropy, results), the first three ``[T]`` and differentiable.
+
+    Each output that the caller differentiates costs its own part of the backward pass: one pass over the logits for the
+    loss, and two more for log-probs and entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, problem: LossProblem, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch.autocast(logits.device.type, enabled=False):
+            results = loss_and_grad(backend)(logits.detach(), problem, None)
+            loss = scaled_loss(results, problem, reduce=False)
+        ctx.save_for_backward(logits)
+        ctx.problem, ctx.backend = problem, backend
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(results)
+        logp, entropy = (results[FIELDS.index(name)].clone() for name in ("logprobs", "entropy"))
+        return loss, logp, entropy, results
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, on_loss: Tensor | None, on_logp: Tensor | None, on_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        logits, problem, backend = logits.detach(), ctx.problem, ctx.backend
+        gradient = None
+        with torch.autocast(logits.device.type, enabled=False):
+            if on_loss is not None:
+                scale = safe_mul(problem.inputs.scale, on_loss)
+                scaled = replace(problem, inputs=replace(problem.inputs, scale=scale))
+                gradient = torch.empty_like(logits)
+                loss_and_grad(backend)(logits, scaled, gradient)
+            if on_logp is not None or on_entropy is not None:
+                part = _logprob_gradient(logits, problem, backend, on_logp, on_entropy)
+                gradient = part if gradient is None else gradient.add_(part)
+        return gradient, None, None
+
+
+def _logprob_gradient(
+    logits: Tensor, problem: LossProblem, backend: str, on_logp: Tensor | None, on_entropy: Tensor | None
+) -> Tensor:
+    passes = logprob_passes(backend)
+    selection = Selection(problem.inputs, problem.trained, problem.shard)
+    _, _, entropy, saved = passes.forward(logits, selection)
+    if on_logp is None:
+        on_logp = torch.zeros_like(entropy)
+    on_candidates = entropy.new_zeros(problem.inputs.num_candidates)
+    gradient: Tensor = passes.backward(logits, selection, saved, (on_logp, on_candidates, on_entropy))
+    return gradient
 
 
 def _gradient_buffer(logits: Tensor, inplace: bool) -> Tensor:

@@ -29,7 +29,7 @@ def test_values_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["none", "mis", "tis", "clamp", "is"])
 def test_they_are_the_weights_of_the_loss_whose_gradient_follows(name: str) -> None:
-    problem = Problem(size=6, kind="none", seed=4)
+    problem = Problem(size=6, kind="head", seed=4)
     record = problem.record()
     leaf = problem.logits.clone().requires_grad_()
     out = oc.policy_loss(leaf, record, problem.advantages, correction=name)

@@ -15,18 +15,12 @@ from support import ENTRANCES, gradient_through
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "corrections.json").read_text())[
     "cases"
 ]
-RULES = {
-    "none": oc.Unweighted,
-    "tis": oc.TruncatedIS,
-    "mis": oc.MaskedIS,
-    "clamp": oc.ClampedIS,
-    "ppo": oc.PPOClip,
-}
 
 
 def correction_of(case: dict[str, Any]) -> oc.Correction:
     settings = dict(case["rule"])
-    return oc.Correction(RULES[settings.pop("kind")](**settings), center=case["center"])
+    name = ("sc+" if case["center"] else "") + settings.pop("kind")
+    return oc.Correction.from_name(name, **settings)
 
 
 def record_of(case: dict[str, Any], dtype: torch.dtype) -> oc.SamplerRecord:
@@ -46,8 +40,21 @@ EXACT = [(entrance, torch.float64, 1e-9) for entrance in ENTRANCES]
 SINGLE = [(entrance, torch.float32, 2e-5) for entrance in ENTRANCES if entrance != "logprobs"]
 
 
-@pytest.mark.parametrize("entrance,dtype,tolerance", EXACT + SINGLE)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+# Grid: the cases made for an edge of the mathematics go through every entrance in both precisions. The random ones are
+# ordinary points: that entrances agree there is a fact of test_facts and test_invariance, so one entrance reads them.
+GRID = [
+    (case, *entrance)
+    for case in CASES
+    for entrance in EXACT + SINGLE
+    if entrance[0] == "logits" or not case["name"].startswith("random")
+]
+
+
+@pytest.mark.parametrize(
+    "case,entrance,dtype,tolerance",
+    GRID,
+    ids=lambda value: value["name"] if isinstance(value, dict) else None,
+)
 def test_vector(case: dict[str, Any], entrance: str, dtype: torch.dtype, tolerance: float) -> None:
     logits = torch.tensor([case["logits"]], dtype=dtype)
     out, gradient = gradient_through(

@@ -171,3 +171,12 @@ def test_a_rule_of_ones_own_runs_in_pytorch_and_is_refused_by_triton() -> None:
         problem.candidates.certificate(SquareRoot())
     with pytest.raises(TypeError, match="rule must have weight"):
         oc.Correction("mis")  # type: ignore[arg-type]
+
+
+def test_every_named_rule_goes_through_every_property_and_has_a_kernel_branch() -> None:
+    from offpolicy_corr.kernels.weights import FusedRule
+
+    from offpolicy_corr.correction import RULES as NAMED
+
+    assert {type(rule) for rule in RULES} == set(NAMED.values())
+    assert len({FusedRule.of(rule()).kind for rule in NAMED.values()}) == len(set(NAMED.values()))
