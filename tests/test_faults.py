@@ -1,4 +1,4 @@
-"""Every reported fault that the readers must know: one case a report, numbered as in the sampler survey."""
+"""Every reported fault that the readers must know, one case per report, numbered as in FAULTS.md."""
 
 from __future__ import annotations
 
