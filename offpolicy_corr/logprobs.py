@@ -15,7 +15,7 @@ from .loss_inputs import LossInputs, VocabShard
 from .prepare import check_matrix, refuse_capture
 from .records.candidates import CandidateSet
 from .records.record import SamplerRecord
-from .records.validation import as_mask, check_lengths, check_record
+from .records.validation import as_mask, check_lengths, check_values
 from .torch_logprobs import SavedForBackward, Selection
 
 
@@ -66,7 +66,7 @@ def selected_logprobs(
         raise ValueError(f"tokens must be [T] = ({logits.shape[0]},), got {tuple(tokens.shape)}")
     if validate:
         refuse_capture(logits)
-        check_record(record, shard.vocab_size, loss_mask, None)
+        check_values(record, shard.vocab_size, loss_mask, None)
     backend_name = backends.choose(backend, logits)
     unused = torch.zeros(tokens.shape, device=logits.device)
     inputs = LossInputs(tokens, unused, unused, unused, temperature, ids_only)

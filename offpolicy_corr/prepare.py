@@ -22,9 +22,8 @@ from .records.validation import (
     Check,
     as_mask,
     check_lengths,
-    check_record,
+    check_values,
     is_integer,
-    raise_failed,
 )
 from .reduction import check_reduction, token_scale
 from .result import FIELDS, PolicyLoss, as_diagnostics, bad_tokens, raise_not_finite
@@ -135,8 +134,8 @@ def prepare(
     trained = as_mask(options.loss_mask, record.tokens)
     _check_needs(record, config.correction)
     if options.validate:
-        check_record(record, vocab_size, options.loss_mask, options.sequence_ids)
-        raise_failed(_loss_checks(record, advantages, config, options, trained), options.sequence_ids)
+        also = _loss_checks(record, advantages, config, options, trained)
+        check_values(record, vocab_size, options.loss_mask, options.sequence_ids, also)
     scale = token_scale(
         options.reduction,
         record.tokens,

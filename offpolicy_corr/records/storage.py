@@ -27,7 +27,7 @@ from .packing import pack, unpack
 from .record import SamplerRecord
 from .sampler_spec import specs_from_plain, specs_to_plain
 
-FORMAT = "offpolicy_corr.records.record"
+FORMAT = "offpolicy_corr.record"
 VERSION = 2  # 1: no specs, columns not packed
 _HEADER, _CHECKSUM = "header", "header_crc32"
 _TENSORS = ("tokens", "logprobs", "temperature", "group", "weight_version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -137,18 +138,29 @@ def _check_candidate_lengths(record: SamplerRecord) -> None:
 def check_record(
     record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None, sequence_ids: Tensor | None
 ) -> None:
-    """Run every check and raise `RecordError` for the first that fails.
+    """Run every check and raise `RecordError` for the first that fails: `check_lengths`, then `check_values`."""
+    check_lengths(record)
+    check_values(record, vocab_size, loss_mask, sequence_ids)
+
+
+def check_values(
+    record: SamplerRecord,
+    vocab_size: int | None,
+    loss_mask: Tensor | None,
+    sequence_ids: Tensor | None,
+    also: Sequence[Check] = (),
+) -> None:
+    """Run the checks that read values, and those of ``also`` behind them, on a record whose lengths are right.
 
     On a CPU a long record is checked some tokens at a time, in bounded memory; elsewhere at once, with one
-    host sync.
+    host sync for all of them.
     """
-    check_lengths(record)
     if sequence_ids is not None and sequence_ids.shape != record.tokens.shape:
         raise ValueError(f"sequence_ids must be [T] = ({len(record)},), got {tuple(sequence_ids.shape)}")
     as_mask(loss_mask, record.tokens)
     candidates = record.candidates
     if candidates is None or candidates.ids.device.type != "cpu" or len(candidates.ids) <= CHECKED_AT_ONCE:
-        raise_failed(_checks(record, vocab_size, loss_mask), sequence_ids)
+        raise_failed([*_checks(record, vocab_size, loss_mask), *also], sequence_ids)
         return
     raise_failed(_safe_offsets(candidates.offsets, len(candidates.ids))[1], sequence_ids)
     begin, total = 0, len(record)
@@ -162,6 +174,8 @@ def check_record(
             assert error.token is not None, "every check of values names its token"
             raise error.at(token=error.token + begin) from None
         begin = end
+    if also:
+        raise_failed(list(also), sequence_ids)
 
 
 def _piece(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
