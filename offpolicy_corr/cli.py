@@ -1,4 +1,4 @@
-"""The console script: ``offpolicy-corr bench …`` and ``offpolicy-corr miles check …``."""
+"""Command: the console script, ``offpolicy-corr bench …`` and ``offpolicy-corr miles check …``."""
 
 from __future__ import annotations
 

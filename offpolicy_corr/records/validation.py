@@ -356,7 +356,8 @@ def _logprob_checks(record: SamplerRecord, offsets: Tensor, rows: Tensor, is_tok
 def _safe_offsets(offsets: Tensor, nnz: int) -> tuple[Tensor, list[Check]]:
     """Offsets that no later operation can stumble over, and the checks that say whether they were changed."""
     safe = offsets.clamp(0, nnz).cummax(0).values
-    safe[0], safe[-1] = 0, nnz
+    safe[:1].fill_(0)
+    safe[-1:].fill_(nnz)
     remedy = "Offsets start at 0, never fall, and end at the number of ids."
     # T + 1 offsets: what is wrong with the last one is said of the last token
     tokens = torch.arange(offsets.numel(), device=offsets.device).clamp(max=max(offsets.numel() - 2, 0))
