@@ -1,1 +1,1 @@
-"""Adapters for trainers (Miles, verl, OpenRLHF) and record readers for samplers (SGLang, vLLM)."""
+"""Reader: answers of SGLang and vLLM as records (`sglang`, `vllm`); and the adapter for the trainer Miles (`miles`)."""

@@ -1,4 +1,4 @@
-"""Parsed JSON and Python objects to numpy arrays, strictly: a wrong type is an error, never a conversion.
+"""Reader: parsed JSON and Python objects as numpy arrays. A wrong type is an error, never a conversion.
 
 The loops over candidates run in C (``map``, ``chain``, numpy): nothing here iterates in Python per candidate.
 """
@@ -12,8 +12,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from offpolicy_corr.csr import offsets_from_counts
 from offpolicy_corr.records.errors import RecordError
 
 Array = NDArray[Any]
@@ -35,24 +37,14 @@ def sequence(value: Any, field: str) -> Sequence[Any]:
     """``value`` as a list or tuple."""
     if isinstance(value, (list, tuple)):
         return value
-    raise fail(
-        f"expected a list, got {type(value).__name__}",
-        field,
-        value,
-        DAMAGED,
-    )
+    raise fail(f"expected a list, got {type(value).__name__}", field, value, DAMAGED)
 
 
 def mapping(value: Any, field: str) -> dict[str, Any]:
     """``value`` as a dict."""
     if isinstance(value, dict):
         return value
-    raise fail(
-        f"expected an object, got {type(value).__name__}",
-        field,
-        value,
-        DAMAGED,
-    )
+    raise fail(f"expected an object, got {type(value).__name__}", field, value, DAMAGED)
 
 
 def integers(value: Any, field: str) -> NDArray[np.int64]:
@@ -125,10 +117,30 @@ def tuples(entries: Sequence[Any], field: str) -> tuple[NDArray[np.float32], NDA
 
 
 def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """CSR offsets of rows with these lengths."""
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
+    """CSR offsets of rows with these lengths, int64 ``[T + 1]``."""
+    offsets: NDArray[np.int64] = offsets_from_counts(torch.from_numpy(counts)).numpy()
     return offsets
+
+
+def to_int32(ids: NDArray[np.int64], field: str) -> NDArray[np.int32]:
+    """Token ids in 32 bits; anything wider is no token id."""
+    wide = (ids < -(2**31)) | (ids >= 2**31)
+    if wide.any():
+        raise fail("id beyond 32 bits", field, int(ids[wide.argmax()]), DAMAGED)
+    return ids.astype(np.int32)
+
+
+def check_offsets(offsets: NDArray[np.int64], num_ids: int, field: str) -> None:
+    """CSR offsets start at 0, never fall, and end at the number of ids."""
+    falls = np.flatnonzero(np.diff(offsets) < 0)
+    if offsets[0] == 0 and offsets[-1] == num_ids and not len(falls):
+        return
+    first = int(falls[0]) if len(falls) else 0
+    if len(falls) and offsets[first] - offsets[first + 1] > 2**31:  # a row would hold more ids than 2³¹
+        remedy = "Sum lengths in int64: a sum beyond 2**31 - 1 came back as a negative number."
+        raise fail("int32 offsets overflowed", field, int(offsets[first + 1]), remedy, first)
+    remedy = "They start at 0, never fall, and end at the number of ids."
+    raise fail("offsets are not CSR", field, int(offsets[-1]), remedy)
 
 
 def from_base64(text: Any, dtype: Any, known: dict[str, str], field: str) -> Array:
@@ -150,6 +162,8 @@ def from_base64(text: Any, dtype: Any, known: dict[str, str], field: str) -> Arr
 
 
 def _decode(text: str | bytes) -> bytearray:
+    if len(text) % 4:  # the standard library would overlook padding behind a whole number of groups
+        raise ValueError(f"{len(text)} characters are not a whole number of groups of four")
     try:
         import pybase64
     except ImportError:

@@ -1,4 +1,4 @@
-"""SGLang's candidate rows: nested, flat, flat base64; sampling masks; slime's supports."""
+"""Reader: SGLang's candidate rows. Nested, flat, flat base64; sampling masks; slime's supports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ._arrays import (
     DAMAGED,
     FLOATS,
     INTEGERS,
+    check_offsets,
     fail,
     flatten,
     floats,
@@ -19,6 +20,7 @@ from ._arrays import (
     integers,
     offsets_of,
     sequence,
+    to_int32,
     tuples,
 )
 
@@ -35,12 +37,12 @@ def nested_head(value: Any, count: int) -> Rows:
     check_count(len(rows), count, NESTED)
     logprobs, ids, counts, absent = [], [], [], []
     for begin in range(0, count, ROWS_AT_ONCE):
-        entries, lengths, gone = flatten(rows[begin : begin + ROWS_AT_ONCE], NESTED)
+        entries, lengths, is_null = flatten(rows[begin : begin + ROWS_AT_ONCE], NESTED)
         values, numbers = tuples(entries, NESTED)
         logprobs.append(values)
-        ids.append(_narrow(numbers, NESTED))
+        ids.append(to_int32(numbers, NESTED))
         counts.append(lengths)
-        absent.append(gone | (lengths == 0))
+        absent.append(is_null | (lengths == 0))
     offsets = offsets_of(_joined(counts, np.int64))
     complete = np.zeros(count, dtype=np.bool_)
     return Rows(
@@ -74,7 +76,7 @@ def flat_head(meta: dict[str, Any], count: int) -> Rows:
     counts[:prefix] = 0
     absent = counts == 0 if prefix else None
     if numbers.dtype != np.int32:
-        numbers = _narrow(numbers, f"{NESTED}_idx_flat")
+        numbers = to_int32(numbers, f"{NESTED}_idx_flat")
     values = values.astype(np.float32, copy=False)
     return Rows(numbers, values, offsets_of(counts), np.zeros(count, dtype=np.bool_), absent)
 
@@ -91,7 +93,7 @@ def _flat(meta: dict[str, Any], kind: str, dtypes: dict[str, str]) -> NDArray[An
 
 
 def sampling_mask(meta: dict[str, Any], count: int) -> tuple[Ids, Offsets]:
-    """``[[ids], …]``: one row a token, none of them empty or null."""
+    """``[[ids], …]``: one row per token, none of them empty or null."""
     value = meta.get(MASK)
     if value is None:
         remedy = "Send return_sampling_mask=true; a request aborted in the queue comes back without it."
@@ -103,7 +105,7 @@ def sampling_mask(meta: dict[str, Any], count: int) -> tuple[Ids, Offsets]:
         raise fail(
             "an empty support", MASK, None, "Every token was drawn from something.", int(empty.argmax())
         )
-    return _narrow(integers(items, MASK), MASK), offsets_of(counts)
+    return to_int32(integers(items, MASK), MASK), offsets_of(counts)
 
 
 def support_logprobs(value: Any, offsets: Offsets, field: str) -> NDArray[np.float32]:
@@ -113,7 +115,7 @@ def support_logprobs(value: Any, offsets: Offsets, field: str) -> NDArray[np.flo
     rows = sequence(value, field)
     if rows and isinstance(rows[0], (int, float)):
         remedy = "The server ran mode 'selected': ask for 'support', or declare logprobs='processed'."
-        raise fail("one value a token where rows were declared", field, rows[0], remedy)
+        raise fail("one value per token where rows were declared", field, rows[0], remedy)
     items, counts, absent = flatten(rows, field)
     check_count(len(counts), len(offsets) - 1, field)
     differ = absent | (counts != np.diff(offsets))
@@ -144,27 +146,17 @@ def slime_support(
         problem = f"{len(offsets)} offsets for {len(tokens)} tokens, not T + 1"
         remedy = "Unfiltered rows append nothing in this patch: filter every request."
         raise fail(problem, f"{prefix}_offsets", len(offsets), remedy)
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
-        remedy = "They start at 0, never fall, and end at the number of ids."
-        raise fail("offsets are not CSR", f"{prefix}_offsets", int(offsets[-1]), remedy)
+    check_offsets(offsets, len(ids), f"{prefix}_offsets")
     return _with_sampled(ids, offsets, tokens) if force_keep else (ids, offsets)
 
 
 def _with_sampled(ids: Ids, offsets: Offsets, tokens: NDArray[np.int64]) -> tuple[Ids, Offsets]:
     counts = np.diff(offsets)
-    owner = np.repeat(np.arange(len(tokens)), counts)
+    row_index = np.repeat(np.arange(len(tokens)), counts)
     lacks = np.ones(len(tokens), dtype=np.bool_)
-    lacks[owner[ids == tokens[owner]]] = False
+    lacks[row_index[ids == tokens[row_index]]] = False
     at = offsets[1:][lacks]
     return np.insert(ids, at, tokens[lacks].astype(ids.dtype)), offsets_of(counts + lacks)
-
-
-def _narrow(ids: NDArray[np.int64], field: str) -> NDArray[np.int32]:
-    """int32; anything wider is no token id."""
-    wide = (ids < -(2**31)) | (ids >= 2**31)
-    if wide.any():
-        raise fail("id beyond 32 bits", field, int(ids[wide.argmax()]), DAMAGED)
-    return ids.astype(np.int32)
 
 
 def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

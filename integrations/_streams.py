@@ -1,4 +1,4 @@
-"""Chunks of a streamed answer, joined into the response that would have come at once."""
+"""Reader: chunks of a streamed answer, joined into the response that would have come at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from offpolicy_corr.records.errors import RecordError
 
-from ._arrays import fail, mapping, sequence
+from ._answer import RESUME
+from ._arrays import DAMAGED, fail, mapping, sequence
 
 _SGLANG_DELTAS = (
     "output_token_logprobs",
@@ -23,7 +24,17 @@ _SGLANG_LENGTHS = (
     "output_token_sampling_mask_length",
     "weight_versions",
 )
-UNFINISHED = "The stream was cut off before its last chunk: sample again, or read it as a partial rollout."
+INCLUDE_USAGE = "Send stream_options={'include_usage': true}."
+CONTINUOUS_USAGE = (
+    "Send stream_options={'include_usage': true, 'continuous_usage_stats': true}: every chunk of a stream that may "
+    "be canceled then counts its tokens."
+)
+
+
+def _check_end(reason: Any, partial: bool) -> None:
+    """The last chunk carries a ``finish_reason``; only a canceled stream that is read as such has none."""
+    if reason is None and not partial:
+        raise fail("the stream has no last chunk", "finish_reason", None, RESUME)
 
 
 def _no_length(field: str, remedy: str) -> RecordError:
@@ -31,13 +42,11 @@ def _no_length(field: str, remedy: str) -> RecordError:
     return fail("nothing in the stream says how many tokens it had", field, None, remedy)
 
 
-def join_sglang(chunks: Sequence[dict[str, Any]], incremental: bool) -> dict[str, Any]:
+def join_sglang(chunks: Sequence[dict[str, Any]], incremental: bool, partial: bool = False) -> dict[str, Any]:
     """One ``/generate`` response. The server's lengths are cumulative in both modes, and are checked."""
     if not chunks:
-        raise fail("a stream without chunks", "chunks", None, UNFINISHED)
-    last_meta = mapping(chunks[-1].get("meta_info"), "meta_info")
-    if last_meta.get("finish_reason") is None:
-        raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+        raise fail("a stream without chunks", "chunks", None, "Nothing came: sample again.")
+    _check_end(mapping(chunks[-1].get("meta_info"), "meta_info").get("finish_reason"), partial)
     _one_answer({repr(chunk.get("index")) for chunk in chunks}, "index")
     return _join_incremental(chunks) if incremental else _last_cumulative(chunks)
 
@@ -93,34 +102,57 @@ def _join_incremental(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**chunks[-1], "output_ids": ids, "meta_info": {**chunks[-1]["meta_info"], **joined}}
 
 
-def join_vllm_json(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_vllm_json(chunks: Sequence[dict[str, Any]], partial: bool = False) -> dict[str, Any]:
     """One response from the chunks of vLLM's ``/inference/v1/generate``, chat or completions stream.
 
-    Chunks carry no numbers: the usage at the end, or version spans, say whether all of them came.
+    Chunks carry no numbers. The usage at the end, a usage in every chunk (which counts its own choice's tokens so
+    far), or version spans say whether all of them came.
     """
-    choices: dict[Any, dict[str, Any]] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    counted: dict[int, bool] = {}
     result: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
+        where = f"chunks[{number}]"
+        parts = [
+            mapping(part, f"{where}.choices") for part in sequence(chunk.get("choices"), f"{where}.choices")
+        ]
         result.update(
-            {name: value for name, value in chunk.items() if name != "choices" and value is not None}
+            {
+                n: v
+                for n, v in chunk.items()
+                if n != "choices" and v is not None and not (n == "usage" and parts)
+            }
         )
-        for part in sequence(chunk.get("choices"), f"chunks[{number}].choices"):
-            part = mapping(part, f"chunks[{number}].choices")
+        for part in parts:
             index = part.get("index", 0)
             if type(index) is not int:
-                raise fail("a choice without a number", f"chunks[{number}].choices", index, UNFINISHED)
+                raise fail("a choice without a number", f"{where}.choices", index, DAMAGED)
             whole = choices.setdefault(index, {"index": index})
-            _add_vllm(whole, part, f"chunks[{number}]")
+            _add_vllm(whole, part, where)
+            counted[index] = len(parts) == 1 and _check_running_usage(chunk.get("usage"), whole, where)
     if not choices:
-        raise fail("a stream without choices", "chunks", None, UNFINISHED)
+        raise fail("a stream without choices", "chunks", None, "Nothing came: sample again.")
     for whole in choices.values():
-        if whole.get("finish_reason") is None:
-            raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+        _check_end(whole.get("finish_reason"), partial)
     usage = result.get("usage")
-    counted = isinstance(usage, dict) and usage.get("completion_tokens") is not None
-    if not counted and any(whole.get("weight_versions") is None for whole in choices.values()):
-        raise _no_length("usage", "Send stream_options={'include_usage': true}.")
+    total = isinstance(usage, dict) and usage.get("completion_tokens") is not None
+    for index, whole in choices.items():
+        if not (total or counted[index] or whole.get("weight_versions") is not None):
+            raise _no_length("usage", INCLUDE_USAGE if whole.get("finish_reason") else CONTINUOUS_USAGE)
     return {**result, "choices": [choices[index] for index in sorted(choices)]}
+
+
+def _check_running_usage(usage: Any, whole: dict[str, Any], where: str) -> bool:
+    """Compare a chunk's own usage with what came so far of its choice; whether there was one to compare."""
+    declared = mapping(usage, f"{where}.usage").get("completion_tokens") if usage is not None else None
+    if declared is None:
+        return False
+    ids, block = whole.get("token_ids"), whole.get("logprobs") or {}
+    came = len(ids if ids is not None else block.get("content") or block.get("token_logprobs") or [])
+    if type(declared) is not int or declared != came:
+        remedy = "A chunk was lost on the way: sample again."
+        raise fail(f"usage says {declared} tokens so far, {came} came", f"{where}.usage", declared, remedy)
+    return True
 
 
 def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
@@ -138,7 +170,7 @@ def _add_vllm(whole: dict[str, Any], part: dict[str, Any], where: str) -> None:
             whole[name] = value
 
 
-def join_vllm_objects(chunks: Sequence[Any]) -> SimpleNamespace:
+def join_vllm_objects(chunks: Sequence[Any], partial: bool) -> SimpleNamespace:
     """A ``RequestOutput``-like object from Python deltas; each carries new tokens, their rows and their masks."""
     _one_answer({repr(getattr(chunk, "request_id", None)) for chunk in chunks}, "request_id")
     parts: dict[int, list[Any]] = {}
@@ -147,17 +179,17 @@ def join_vllm_objects(chunks: Sequence[Any]) -> SimpleNamespace:
         for part in [chunk] if outputs is None else sequence(outputs, "outputs"):
             index = getattr(part, "index", 0)
             if type(index) is not int:
-                raise fail("a completion without a number", "outputs.index", index, UNFINISHED)
+                raise fail("a completion without a number", "outputs.index", index, DAMAGED)
             parts.setdefault(index, []).append(part)
     prompt = getattr(chunks[0], "prompt_token_ids", None)
-    outputs = [_join_objects(parts[index]) for index in sorted(parts)]
+    outputs = [_join_objects(parts[index], partial) for index in sorted(parts)]
     return SimpleNamespace(outputs=outputs, prompt_token_ids=prompt)
 
 
-def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
+def _join_objects(parts: Sequence[Any], partial: bool) -> SimpleNamespace:
     last = parts[-1]
-    if getattr(last, "finish_reason", None) is None:
-        raise fail("the stream has no last chunk", "finish_reason", None, UNFINISHED)
+    reason = getattr(last, "finish_reason", None)
+    _check_end(reason, partial)
     rows = [part.logprobs for part in parts if getattr(part, "logprobs", None) is not None]
     masks = [part.sampling_mask for part in parts if getattr(part, "sampling_mask", None) is not None]
     try:
@@ -169,13 +201,12 @@ def _join_objects(parts: Sequence[Any]) -> SimpleNamespace:
             sampling_mask=SimpleNamespace(token_ids=[r for m in masks for r in m.token_ids])
             if masks
             else None,
-            finish_reason=last.finish_reason,
+            finish_reason=reason,
             weight_versions=getattr(last, "weight_versions", None),
         )
     except (AttributeError, TypeError) as error:
-        raise fail(
-            f"a chunk is no completion ({error!r})", "chunks", None, "Pass CompletionOutput deltas."
-        ) from None
+        problem = f"a chunk is no completion ({error!r})"
+        raise fail(problem, "chunks", None, "Pass CompletionOutput deltas.") from None
 
 
 def _refuse_cumulative(ids: list[list[Any]]) -> None:

@@ -303,8 +303,10 @@ def test_an_aborted_request_without_tokens_gives_the_engines_message() -> None:
 def test_an_aborted_partial_answer_is_a_truncated_turn() -> None:
     response = good_sglang()
     response["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
-    turn = read_turns(response, HEAD, prompt=[1, 2, 3])[0]
+    turn = read_turns(response, HEAD, prompt=[1, 2, 3], partial=True)[0]
     assert turn.truncated and turn.finish_reason == "abort" and turn.prompt.tolist() == [1, 2, 3]
+    with pytest.raises(oc.RecordError, match=r"'abort' \(paused\).*partial=True"):
+        read_turns(response, HEAD, prompt=[1, 2, 3])
 
 
 def test_an_empty_answer_is_an_empty_record() -> None:
@@ -319,6 +321,7 @@ def test_errors_in_long_answers_name_the_token() -> None:
     ids[8765, 3] = ids[8765, 90]
     triples = [[float(v), int(i), None] for v, i in zip(values[:, 0], ids[:, 0], strict=True)]
     flat = {
+        "finish_reason": {"type": "length"},
         "output_top_logprobs_shape": [count, width],
         "output_top_logprobs_null_prefix": 0,
         "output_top_logprobs_val_flat_b64": coded(values, "<f4"),
