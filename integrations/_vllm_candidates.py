@@ -132,7 +132,8 @@ def _leave_too_much(
         probability = np.exp(np.minimum(rows.logprobs, 1.0).astype(np.float64))
     mass = np.bincount(row_index, weights=probability, minlength=len(bad))
     least = np.full(len(bad), np.inf)
-    np.minimum.at(least, row_index[~is_first], probability[~is_first])
+    begins = rows.offsets[:-1][np.diff(rows.offsets) > 0]
+    least[np.diff(rows.offsets) > 0] = np.minimum.reduceat(np.where(is_first, np.inf, probability), begins)
     has_others = np.isfinite(least)
     others = width - np.diff(rows.offsets)[has_others]
     bad[has_others] = 1.0 - mass[has_others] - MASS_TOLERANCE > others * least[has_others]
