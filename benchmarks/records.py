@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from offpolicy_corr.integrations import sglang, vllm
+from offpolicy_corr.integrations._json import parsed
 
 import offpolicy_corr as oc
 from offpolicy_corr.records.sampler_spec import SamplerSpec
@@ -87,7 +88,8 @@ def support_response(tokens: int, mean: float = 8.0) -> dict[str, Any]:
     rows = [rng.dirichlet(np.ones(size)).clip(1e-6) for size in sizes]
     mask = [(np.arange(size) * 17 + 3).tolist() for size in sizes]
     values = [np.log(row / row.sum()).astype(np.float32).tolist() for row in rows]
-    meta = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": values}
+    meta: dict[str, Any] = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": values}
+    meta["finish_reason"] = {"type": "length"}
     return {"output_ids": [row[0] for row in mask], "meta_info": meta}
 
 
@@ -151,14 +153,6 @@ def best_of(work: Callable[[], Any], times: int = 3) -> float:
     return min(seconds)
 
 
-def parse(text: bytes) -> Any:
-    try:
-        import orjson
-    except ImportError:
-        return json.loads(text)
-    return orjson.loads(text)
-
-
 def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]:
     """(form, bytes a token, µs a token to parse the JSON, µs a token from the parsed response to the record)."""
     ids, logprobs = draw_heads(tokens, width)
@@ -176,7 +170,7 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
     rows = []
     for name, response, read in forms:
         text = json.dumps(response, separators=(",", ":")).encode()
-        parsing = best_of(lambda text=text: parse(text))  # type: ignore[misc]
+        parsing = best_of(lambda text=text: parsed(text))  # type: ignore[misc]
         reading = best_of(lambda response=response, read=read: read(response))  # type: ignore[misc]
         rows.append((name, len(text) / tokens, parsing / tokens * 1e6, reading / tokens * 1e6))
     for name, build in (("FlatLogprobs", vllm_flat), ("dict rows", vllm_dicts)):
