@@ -22,7 +22,7 @@ RESUME = (
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How a response is to be read: the keywords that all readers have, checked."""
 
     spec: SamplerSpec
@@ -69,9 +69,9 @@ class Answer:
         return self.finish_reason == "length" or self.finish_reason in UNFINISHED_REASONS
 
 
-def reading(
+def read_options(
     engine: str, spec: SamplerSpec, on_missing: str, weight_version: int | str | None, partial: bool
-) -> Reading:
+) -> ReadOptions:
     """The readers' keywords. Refuses a spec of another engine and ids that no engine drew."""
     if on_missing not in ("raise", "mask"):
         raise ValueError(f"on_missing must be 'raise' or 'mask', got {on_missing!r}")
@@ -81,7 +81,7 @@ def reading(
     if spec.token_ids != "engine":
         remedy = "Ask the engine for ids: a text can be tokenized in more than one way."
         raise fail("token ids were rebuilt from text", "spec.token_ids", spec.token_ids, remedy)
-    return Reading(spec, on_missing, weight_version, partial)
+    return ReadOptions(spec, on_missing, weight_version, partial)
 
 
 def check_count(

@@ -10,7 +10,7 @@ from ._arrays import fail, mapping
 
 EVENT_STREAM = re.compile(r"\s*(data|event|id|retry)?:")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-SEND_ALONE = "Take what follows 'data: ' of every line, leave out [DONE], and pass the list to read_stream."
+READ_EVENTS = "Take what follows 'data: ' of every line, leave out [DONE], and pass the list to read_stream."
 
 
 def parsed(response: Any) -> Any:
@@ -69,7 +69,7 @@ def _named(response: bytes | bytearray | memoryview | str, error: Exception) -> 
             "Leave it out: it is no chunk.",
         )
     if EVENT_STREAM.match(head):
-        return "lines of an event stream (SSE), not JSON", "response", None, SEND_ALONE
+        return "lines of an event stream (SSE), not JSON", "response", None, READ_EVENTS
     if head.lstrip().startswith("<"):
         remedy = "A proxy or a wrong address answered: ask the server itself."
         return f"a web page, not JSON: {' '.join(head.split())[:80]}", "response", None, remedy

@@ -14,7 +14,7 @@ from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from offpolicy_corr.records.validation import SAME_VALUE
 
-from ._answer import Answer, Reading, Rows
+from ._answer import Answer, ReadOptions, Rows
 from ._arrays import fail, offsets_of
 
 MISSING_REMEDY = (
@@ -25,7 +25,7 @@ NEARLY_CERTAIN = -1e-3  # nats
 ZEROS_PER_NEARLY_CERTAIN = 4
 
 
-def find_missing(answer: Answer, record: SamplerRecord, how: Reading) -> NDArray[np.bool_]:
+def find_missing(answer: Answer, record: SamplerRecord, options: ReadOptions) -> NDArray[np.bool_]:
     """bool [T]. Raises for the first missing value, or warns with their number."""
     rows, own = answer.rows, answer.logprobs
     found: list[tuple[NDArray[np.bool_], str, str, NDArray[np.float32] | None]]
@@ -40,16 +40,16 @@ def find_missing(answer: Answer, record: SamplerRecord, how: Reading) -> NDArray
         problem = "log-prob is missing: 0.0 stands for it, and the token's candidates say otherwise"
         found.append((_contradicted_zeros(answer.tokens, own, rows), answer.field, problem, own))
     missing: NDArray[np.bool_] = np.logical_or.reduce([mask for mask, *_ in found])
-    if how.on_missing == "raise":
+    if options.on_missing == "raise":
         for mask, field, problem, values in found:
             if mask.any():
                 position = int(mask.argmax())
-                only_first = how.spec.engine == "sglang" and position == 0 and mask.sum() == 1 < len(own)
+                only_first = options.spec.engine == "sglang" and position == 0 and mask.sum() == 1 < len(own)
                 remedy = (FIRST_MISSING if only_first else "") + MISSING_REMEDY
                 value = None if values is None else float(values[position])
                 raise fail(problem, field, value, remedy, position)
         return missing
-    missing |= suspected_zeros(answer, record, ~missing, how.spec)
+    missing |= suspected_zeros(answer, record, ~missing, options.spec)
     if missing.any():
         problem = f"{int(missing.sum())} of {len(missing)} tokens have no log-prob and must be masked"
         warnings.warn(RecordWarning(problem + ": see offpolicy_corr.missing_tokens"), stacklevel=6)
@@ -82,8 +82,10 @@ def suspected_zeros(
       more than four times as many as the other nearly certain tokens (log q > −1e-3), which stand beside real ones.
     """
     mask = torch.from_numpy(given)
-    each = torch.arange(len(given))
-    unsupported = unwitnessed_zero_runs(record, mask, sequence_ids=each, run=1).numpy()  # a sample per token
+    each = torch.arange(len(given))  # a sample per token: every zero stands at its sample's end
+    unsupported: NDArray[np.bool_] = unwitnessed_zero_runs(record, mask, sequence_ids=each, run=1).numpy()
+    if not unsupported.any():
+        return unsupported
     found: NDArray[np.bool_] = unwitnessed_zero_runs(record, mask, run=2 if answer.truncated else 1).numpy()
     inside = unsupported & ~found
     values = answer.logprobs

@@ -96,7 +96,9 @@ def sampling_mask(meta: dict[str, Any], count: int) -> tuple[Ids, Offsets]:
     """``[[ids], …]``: one row per token, none of them empty or null."""
     value = meta.get(MASK)
     if value is None:
-        remedy = "Send return_sampling_mask=true; a request aborted in the queue comes back without it."
+        remedy = "Send return_sampling_mask=true."
+        if "abort" in str(meta.get("finish_reason")):
+            remedy = "A request that was aborted in the queue comes without it: sample again."
         raise fail("truncated sampling without support", MASK, None, remedy, 0)
     items, counts, absent = flatten(value, MASK)
     check_count(len(counts), count, MASK)

@@ -211,8 +211,8 @@ def _join_objects(parts: Sequence[Any], partial: bool) -> SimpleNamespace:
 
 def _refuse_cumulative(ids: list[list[Any]]) -> None:
     """vLLM's default stream repeats all before in every output: joined as deltas, tokens would be counted twice."""
-    pairs = [(before, after) for before, after in pairwise(ids) if before]
-    if pairs and all(len(after) > len(before) and after[: len(before)] == before for before, after in pairs):
+    steps = [(before, after) for before, after in pairwise(ids) if before]
+    if steps and all(len(after) > len(before) and after[: len(before)] == before for before, after in steps):
         remedy = "Ask for RequestOutputKind.DELTA, or give the last output to read_output."
         raise fail("every chunk repeats the one before: these are no deltas", "token_ids", None, remedy)
 

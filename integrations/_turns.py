@@ -19,12 +19,14 @@ from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from offpolicy_corr.records.weight_versions import versions_from_spans
 
-from ._answer import RESUME, UNFINISHED_REASONS, Answer, Reading, Rows, check_declared
+from ._answer import RESUME, UNFINISHED_REASONS, Answer, ReadOptions, Rows, check_declared
 from ._arrays import DAMAGED, fail, mapping, offsets_of
 from ._missing import find_missing, warn_suspected_zeros
 
 
-def read_each(items: Sequence[Any], field: str, read: Callable[[Any], Answer], how: Reading) -> list[Turn]:
+def read_each(
+    items: Sequence[Any], field: str, read: Callable[[Any], Answer], options: ReadOptions
+) -> list[Turn]:
     """The samples of one response, each read and finished; errors say which one they are in."""
     if not items:
         raise fail("a response without samples", field, None, DAMAGED)
@@ -34,14 +36,14 @@ def read_each(items: Sequence[Any], field: str, read: Callable[[Any], Answer], h
         with within_sample(index if several else None):
             answers.append(read(item))
     lacking = [index for index, one in enumerate(answers) if one.spans is None and len(one.tokens)]
-    if lacking and any(one.spans is not None for one in answers) and how.weight_version is None:
+    if lacking and any(one.spans is not None for one in answers) and options.weight_version is None:
         remedy = "The engine lost the spans of one sample: its tokens have no version. Sample again."
         with within_sample(lacking[0]):
             raise fail("version spans in some samples and not in others", "weight_versions", None, remedy)
     turns = []
     for index, answer in enumerate(answers):
         with within_sample(index if several else None):
-            turns.append(_finish(answer, how))
+            turns.append(_finish(answer, options))
     return turns
 
 
@@ -58,8 +60,8 @@ def check_usage(usage: Any, turns: Sequence[Turn]) -> None:
     usage = mapping(usage, "usage")
     sampled = sum(len(turn.record) for turn in turns)
     check_declared(usage.get("completion_tokens"), "usage.completion_tokens", sampled, "tokens")
-    prompt_tokens, lengths = usage.get("prompt_tokens"), [turn.prompt for turn in turns]
-    known = [len(ids) for ids in lengths if ids is not None]
+    prompt_tokens = usage.get("prompt_tokens")
+    known = [len(turn.prompt) for turn in turns if turn.prompt is not None]
     check_declared(prompt_tokens, "usage.prompt_tokens", None, "")
     if prompt_tokens is not None and known and len(known) == len(turns):
         # n samples per prompt: how many is not said, so any n that divides the choices may be it
@@ -71,17 +73,19 @@ def check_usage(usage: Any, turns: Sequence[Turn]) -> None:
         check_declared(total, "usage.total_tokens", prompt_tokens + sampled, "tokens of prompt and answer")
 
 
-def _finish(answer: Answer, how: Reading) -> Turn:
+def _finish(answer: Answer, options: ReadOptions) -> Turn:
     """The validated record of one answer, as a turn."""
-    spec = how.spec
+    spec = options.spec
     rows = None if answer.rows is None else _drop_fillers(answer.rows)
     answer = replace(answer, rows=rows)
     if spec.truncates and rows is None and len(answer.tokens):
-        remedy = "Ask for the support: see request_parameters(spec). An aborted request can come without it."
+        remedy = "Ask for the support: see request_parameters(spec)."
+        if answer.finish_reason == "abort":
+            remedy = "A request that was aborted in the queue comes without it: sample again."
         raise fail("truncated sampling without support", answer.rows_field, None, remedy, 0)
-    _check_finished(answer, how.partial)
-    record = _as_record(answer, how)
-    missing = find_missing(answer, record, how)
+    _check_finished(answer, options.partial)
+    record = _as_record(answer, options)
+    missing = find_missing(answer, record, options)
     _check_padding(answer, spec, missing)
     mask = torch.from_numpy(~missing) if missing.any() else None
     if mask is not None:
@@ -89,7 +93,7 @@ def _finish(answer: Answer, how: Reading) -> Turn:
     record.validate(spec.vocab_size, mask)
     if mask is not None:  # a token without a log-prob is still context of those after it: its id must be one
         SamplerRecord(record.tokens).validate(spec.vocab_size)
-    if how.on_missing == "raise":
+    if options.on_missing == "raise":
         warn_suspected_zeros(answer, record, spec)
     prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
     return Turn(record, prompt, spec, finish_reason=answer.finish_reason, truncated=answer.truncated)
@@ -123,9 +127,9 @@ def _check_finished(answer: Answer, partial: bool) -> None:
     raise fail(problem, "finish_reason", reason, RESUME)
 
 
-def _as_record(answer: Answer, how: Reading) -> SamplerRecord:
-    spec, rows, count = how.spec, answer.rows, len(answer.tokens)
-    version, names = _versions(answer, how.weight_version)
+def _as_record(answer: Answer, options: ReadOptions) -> SamplerRecord:
+    spec, rows, count = options.spec, answer.rows, len(answer.tokens)
+    version, names = _versions(answer, options.weight_version)
     return SamplerRecord(
         torch.from_numpy(answer.tokens),
         torch.from_numpy(answer.logprobs),

@@ -55,12 +55,11 @@ def _complete_sets(rows: RawRows, spec: SamplerSpec, missing: NDArray[np.bool_])
     wide = spec.limit is not None and np.diff(rows.offsets) >= spec.limit
     off = np.abs(mass - 1.0)
     complete = has_filler | (off <= np.where(wide, COMPLETE_MASS_OFF_ONE, MASS_OF_ALL))
-    complete |= (
-        np.bincount(row_index[np.isnan(rows.logprobs)], minlength=count) > 0
-    )  # find_missing names these
-    partial = ~complete & ~missing
-    if partial.any():
-        position = int(partial.argmax())
+    has_nan = np.bincount(row_index[np.isnan(rows.logprobs)], minlength=count) > 0
+    complete |= has_nan  # find_missing names these
+    incomplete = ~complete & ~missing
+    if incomplete.any():
+        position = int(incomplete.argmax())
         remedy = (
             "Ask for logprobs >= top_k (with --max-logprobs -1) in processed_logprobs mode: rows then "
             "hold the whole support. A raw-mode server also looks like this."
@@ -172,13 +171,11 @@ def _heads(
     short = (kept != size) & ~missing
     if short.any():
         position = int(short.argmax())
-        remedy = f"Every row should hold the {size} most likely: the response is damaged, or its rows are the ids of "
-        remedy += "logprob_token_ids."
-        problem = (
-            "rows of different length"
-            if counts[position]
-            else "top_logprobs is null or empty in one row alone"
+        remedy = (
+            f"Every row should hold the {size} most likely (not logprob_token_ids): the response is damaged."
         )
+        is_empty = counts[position] == 0
+        problem = "top_logprobs is null or empty in one row alone" if is_empty else "rows of different length"
         raise fail(problem, "logprobs", int(kept[position]), remedy, position)
     complete = np.zeros(len(counts), dtype=np.bool_)
     return Rows(to_int32(rows.ids[keep], "logprobs"), rows.logprobs[keep], offsets_of(kept), complete)
@@ -200,15 +197,15 @@ def _head_size(
     """
     if requested is not None and requested >= 0:  # −1 asks for all there are
         return requested - 1 if rows.cut else requested
-    usable = given & has_own
-    if not usable.any():
+    judged = given & has_own
+    if not judged.any():
         if given.any():
             remedy = "vLLM's rows hold it beside the candidates: the response is damaged."
             raise fail("no row holds its own token", "logprobs", None, remedy, int(given.argmax()))
         return 0
-    sizes, own = counts[usable], ranks[rows.offsets[:-1][usable]]
+    sizes, own = counts[judged], ranks[rows.offsets[:-1][judged]]
     if rows.ranks is None and rows.cut:
-        odd = usable & (counts != sizes.max())
+        odd = judged & (counts != sizes.max())
         if odd.any():
             position = int(odd.argmax())
             remedy = "This shape cuts every row to the request: the response is damaged."
@@ -221,7 +218,7 @@ def _head_size(
     least = int(implied[decided].min()) if decided.any() else int(sizes.min()) - 1
     agree = not decided.any() or least == implied[decided].max() or sizes.min() == sizes.max()
     if not agree or sizes.max() - sizes.min() > 1:
-        position = int(np.flatnonzero(usable)[sizes.argmin()])
+        position = int(np.flatnonzero(judged)[sizes.argmin()])
         remedy = "Every row should hold as many of the most likely: the response is damaged."
         raise fail("rows of different length", "logprobs", int(counts[position]), remedy, position)
     return least

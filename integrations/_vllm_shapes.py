@@ -31,7 +31,7 @@ ASK_TOP_LOGPROBS = (
 
 def answer_of_output(output: Any, spec: SamplerSpec, requested: int | None) -> Answer:
     """A ``CompletionOutput``; ``requested`` is how many candidates were asked for, None where that is unknown."""
-    tokens = integers(_listed(getattr(output, "token_ids", None)), "token_ids")
+    tokens = integers(_as_list(getattr(output, "token_ids", None)), "token_ids")
     value = getattr(output, "logprobs", None)
     spans = parse_spans(getattr(output, "weight_versions", None))
     mask, reason = getattr(output, "sampling_mask", None), getattr(output, "finish_reason", None)
@@ -45,7 +45,7 @@ def answer_of_output(output: Any, spec: SamplerSpec, requested: int | None) -> A
     return _answer(tokens, sampled_values(rows, tokens), rows, mask, spans, reason, spec, requested)
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """vLLM wraps token ids in sequence types of its own; JSON-like values stay what they are."""
     if value is None or isinstance(value, (list, tuple, np.ndarray, str, bytes, dict)):
         return value
@@ -112,10 +112,8 @@ def answer_of_choice(choice: dict[str, Any], spec: SamplerSpec, requested: int |
         differ &= ~is_missing(values) & (values != 0)  # these, and what 0.0 means, are judged in _missing
         if differ.any():
             position = int(differ.argmax())
-            problem, remedy = (
-                "the token's value differs from its entry",
-                "Both must be the token's own value.",
-            )
+            problem = "the token's value differs from its entry"
+            remedy = "Both must be the token's own value."
             raise fail(problem, "logprobs", float(own[position]), remedy, position)
     return _answer(tokens, values, rows, mask, spans, reason, spec, requested)
 
@@ -166,11 +164,8 @@ def _from_completions(block: dict[str, Any]) -> Block:
     assert candidate_ids is not None
     lists = [list(row) for row in top]
     numbers = list(chain.from_iterable(map(dict.values, top)))
-    return (
-        ids,
-        values,
-        from_entries(lists, candidate_ids.tolist(), numbers, None, False, "logprobs.top_logprobs"),
-    )
+    rows = from_entries(lists, candidate_ids.tolist(), numbers, None, False, "logprobs.top_logprobs")
+    return ids, values, rows
 
 
 def _token_ids(

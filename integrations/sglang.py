@@ -29,12 +29,11 @@ from offpolicy_corr.records.weight_versions import parse_spans
 
 from ._answer import (
     Answer,
-    Reading,
     Rows,
     check_count,
     check_same_ids,
     pick_sampled,
-    reading,
+    read_options,
     with_prompt,
 )
 from ._arrays import DAMAGED, fail, floats, integers, mapping, sequence, tuples
@@ -153,7 +152,7 @@ def read_turns(
     force_keep_sampled: bool = False,
 ) -> list[Turn]:
     """As `read_generate`, one turn per sample, for `assemble`; ``prompt`` is the ids that the request sent."""
-    how = reading("sglang", spec, on_missing, weight_version, partial)
+    options = read_options("sglang", spec, on_missing, weight_version, partial)
     if force_keep_sampled and spec.dialect != "slime":
         remedy = "Only slime's recomputed support may lack the sampled token: declare dialect='slime'."
         raise fail("force_keep_sampled without that dialect", "spec.dialect", spec.dialect, remedy)
@@ -162,10 +161,10 @@ def read_turns(
     def read(item: Any) -> Answer:
         item = response_object(item, "response")
         meta = mapping(item.get("meta_info"), "meta_info")
-        answer = _answer(meta, item.get("output_ids"), "output_ids", how, force_keep_sampled)
+        answer = _answer(meta, item.get("output_ids"), "output_ids", spec, force_keep_sampled)
         return with_prompt(answer, item.get("prompt_ids"), "prompt_ids", prompt, meta.get("prompt_tokens"))
 
-    return read_each(response if isinstance(response, list) else [response], "response", read, how)
+    return read_each(response if isinstance(response, list) else [response], "response", read, options)
 
 
 def read_chat_turns(
@@ -179,10 +178,10 @@ def read_chat_turns(
 ) -> list[Turn]:
     """As `read_chat`, one turn per choice, for `assemble`; ``prompt`` where the server returns no
     ``prompt_token_ids``."""
-    how = reading("sglang", spec, on_missing, weight_version, partial)
+    options = read_options("sglang", spec, on_missing, weight_version, partial)
     response = response_object(parsed(response), "response")
     choices = sequence(response.get("choices"), "choices")
-    turns = read_each(choices, "choices", lambda choice: _from_choice(choice, how, prompt), how)
+    turns = read_each(choices, "choices", lambda choice: _from_choice(choice, spec, prompt), options)
     check_usage(response.get("usage"), turns)
     return turns
 
@@ -205,19 +204,19 @@ def read_stream_turns(
     )
 
 
-def _from_choice(choice: Any, how: Reading, prompt: Sequence[int] | None) -> Answer:
+def _from_choice(choice: Any, spec: SamplerSpec, prompt: Sequence[int] | None) -> Answer:
     choice = mapping(choice, "choices")
     meta = choice.get("meta_info")
     if meta is None:
         remedy = "Send return_meta_info=true and return_token_ids=true; the text alone cannot be aligned."
         raise fail("the choice carries no meta_info", "choices.meta_info", None, remedy)
     meta = mapping(meta, "choices.meta_info")
-    answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", how, False)
+    answer = _answer(meta, choice.get("response_token_ids"), "response_token_ids", spec, False)
     returned = choice.get("prompt_token_ids")
     return with_prompt(answer, returned, "prompt_token_ids", prompt, meta.get("prompt_tokens"))
 
 
-def _answer(meta: dict[str, Any], ids: Any, ids_field: str, how: Reading, force_keep: bool) -> Answer:
+def _answer(meta: dict[str, Any], ids: Any, ids_field: str, spec: SamplerSpec, force_keep: bool) -> Answer:
     reason, message = _finish_reason(meta.get("finish_reason"))
     triples = meta.get(TRIPLES)
     values, triple_ids = (None, None) if triples is None else tuples(sequence(triples, TRIPLES), TRIPLES)
@@ -233,8 +232,8 @@ def _answer(meta: dict[str, Any], ids: Any, ids_field: str, how: Reading, force_
     spans = parse_spans(meta.get("weight_versions"), "meta_info.weight_versions")
     if not len(tokens) and triples is None:  # canceled before the first token
         return Answer(tokens, floats([], TRIPLES), TRIPLES, None, TRIPLES, spans, None, reason, message)
-    field, rows, logprobs = _read_values(meta, tokens, values, how.spec, force_keep)
-    rows_field = "output_token_sampling_mask" if how.spec.truncates else "output_top_logprobs"
+    field, rows, logprobs = _read_values(meta, tokens, values, spec, force_keep)
+    rows_field = "output_token_sampling_mask" if spec.truncates else "output_top_logprobs"
     return Answer(tokens, logprobs, field, rows, rows_field, spans, None, reason, message)
 
 

@@ -14,7 +14,7 @@ from offpolicy_corr.records.assembly import Turn
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 
-from ._answer import Answer, reading, with_prompt
+from ._answer import Answer, read_options, with_prompt
 from ._arrays import mapping, sequence
 from ._json import parsed, response_object
 from ._streams import join_vllm_json, join_vllm_objects
@@ -72,7 +72,7 @@ def read_turns(
     prompt: Sequence[int] | None = None,
 ) -> list[Turn]:
     """As `read_output`, one turn per sample, for `assemble`; a ``RequestOutput`` brings its prompt's ids along."""
-    how = reading("vllm", spec, on_missing, weight_version, partial)
+    options = read_options("vllm", spec, on_missing, weight_version, partial)
     several = output if isinstance(output, (list, tuple)) else [output]
     items = [(one, context) for request in several for one, context in _completions(request)]
 
@@ -80,7 +80,7 @@ def read_turns(
         answer = answer_of_output(item[0], spec, top_logprobs)
         return with_prompt(answer, item[1], "prompt_token_ids", prompt)
 
-    return read_each(items, "outputs", read, how)
+    return read_each(items, "outputs", read, options)
 
 
 def _completions(output: Any) -> list[tuple[Any, Any]]:
@@ -126,7 +126,7 @@ def read_json_turns(
     prompt: Sequence[int] | None = None,
 ) -> list[Turn]:
     """As `read_json`, one turn per choice, for `assemble`; ``prompt`` where the server returns no ids of it."""
-    how = reading("vllm", spec, on_missing, weight_version, partial)
+    options = read_options("vllm", spec, on_missing, weight_version, partial)
     response = response_object(parsed(response), "response")
     choices = sequence(response.get("choices"), "choices")
 
@@ -136,7 +136,7 @@ def read_json_turns(
         answer = answer_of_choice(choice, spec, top_logprobs)
         return with_prompt(answer, common if own is None else own, "prompt_token_ids", prompt)
 
-    turns = read_each(choices, "choices", read, how)
+    turns = read_each(choices, "choices", read, options)
     check_usage(response.get("usage"), turns)
     return turns
 
@@ -185,7 +185,7 @@ def read_stream_turns(
     prompt: Sequence[int] | None = None,
 ) -> list[Turn]:
     """As `read_stream`, one turn per sample, for `assemble`; ``prompt`` where the stream does not carry it."""
-    options: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "on_missing": on_missing,
         "weight_version": weight_version,
         "partial": partial,
@@ -194,6 +194,6 @@ def read_stream_turns(
     }
     chunks = [parsed(chunk) for chunk in sequence(chunks, "chunks")]
     if chunks and all(hasattr(chunk, "outputs") or hasattr(chunk, "token_ids") for chunk in chunks):
-        return read_turns(join_vllm_objects(chunks, partial), spec, **options)
+        return read_turns(join_vllm_objects(chunks, partial), spec, **keywords)
     joined = join_vllm_json([response_object(chunk, "chunk") for chunk in chunks], partial)
-    return read_json_turns(joined, spec, **options)
+    return read_json_turns(joined, spec, **keywords)

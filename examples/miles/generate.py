@@ -65,6 +65,7 @@ async def generate(input: Any) -> Any:
     )
     answer = await post(f"{base}/generate", payload)
     await update_sample_from_response(args, sample, payload=payload, output=answer)
-    if not input.evaluation:
+    # Miles aborts the requests that a rollout no longer needs: such an answer is not trained, and needs no record
+    if not input.evaluation and answer["meta_info"]["finish_reason"]["type"] != "abort":
         transport.attach(sample, sglang.read_generate(answer, spec), group)
     return GenerateFnOutput(samples=sample)
