@@ -286,12 +286,13 @@ def test_text_that_is_no_response_is_refused(text: Any) -> None:
 )
 def test_a_value_that_its_head_contradicts_is_refused(value: float, says: str) -> None:
     response = good_sglang()
+    response["meta_info"]["output_top_logprobs"][2][1][0] = -2.0
     response["meta_info"]["output_token_logprobs"][2][0] = value
     with pytest.raises(oc.RecordError, match=says) as caught:
         read_generate(response, HEAD)
     assert caught.value.token == 2
-    response["meta_info"]["output_token_logprobs"][2][0] = -1.0  # as likely as the last candidate: a tie
-    assert read_generate(response, HEAD).logprobs[2] == -1.0
+    response["meta_info"]["output_token_logprobs"][2][0] = -2.0  # as likely as the last candidate: a tie
+    assert read_generate(response, HEAD).logprobs[2] == -2.0
 
 
 def test_an_aborted_request_without_tokens_gives_the_engines_message() -> None:
