@@ -94,7 +94,19 @@ def test_minus_infinity_in_an_answer_is_refused(there: bool, monkeypatch: pytest
 
 @both
 @pytest.mark.parametrize(
-    "text", ["AAAAgD8=", "AAAA=", "AAAAAAAA====", "AA=A", "AAA", "AAA\n", "AA AA", "-_8="]
+    "text",
+    [
+        "AAAAAAAAAAAAAAAA=",
+        "AAAAAAAAAAAAAAAA==",
+        "AAAAgD8=",
+        "AAAA=",
+        "AAAAAAAA====",
+        "AA=A",
+        "AAA",
+        "AAA\n",
+        "AA AA",
+        "-_8=",
+    ],
 )
 def test_base64_is_as_strict_with_either_decoder(
     text: str, there: bool, monkeypatch: pytest.MonkeyPatch
