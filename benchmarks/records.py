@@ -1,4 +1,4 @@
-"""What a record costs on the wire and on its way in: bytes and microseconds a token, form by form.
+"""Benchmark: what a record costs on the wire and on its way in, bytes and microseconds per token of every form.
 
     python -m offpolicy_corr.benchmarks.records [--tokens 8192] [--width 128] [--large]
 
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
 
 
 def vllm_dicts(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> SimpleNamespace:
-    """A ``CompletionOutput`` with a dict a row."""
+    """A ``CompletionOutput`` with one dict per row."""
     rows = [
         {token: Entry(value, rank) for rank, (token, value) in enumerate(zip(*row, strict=True), 1)}
         for row in zip(ids.tolist(), logprobs.tolist(), strict=True)
@@ -154,7 +154,7 @@ def best_of(work: Callable[[], Any], times: int = 3) -> float:
 
 
 def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]:
-    """(form, bytes a token, µs a token to parse the JSON, µs a token from the parsed response to the record)."""
+    """(form, bytes per token, µs per token to parse the JSON, µs per token from the parsed response to the record)."""
     ids, logprobs = draw_heads(tokens, width)
     forms: list[tuple[str, Any, Callable[[Any], Any]]] = [
         (f"SGLang {form}", sglang_response(ids, logprobs, form), lambda r: sglang.read_generate(r, SGLANG))
@@ -181,7 +181,7 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
 
 
 def disk_forms(record: oc.SamplerRecord) -> list[tuple[str, float, float, float]]:
-    """(form, bytes a token, µs a token to write and flush, µs a token to read and verify)."""
+    """(form, bytes per token, µs per token to write and flush, µs per token to read and verify)."""
     forms: list[tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = [
         ("safetensors, mapped", record.save, oc.SamplerRecord.load),
         ("safetensors, compact", lambda path: record.save(path, compact=True), oc.SamplerRecord.load),
@@ -233,7 +233,7 @@ def file_bytes(record: oc.SamplerRecord, compact: bool) -> float:
 
 
 def adaptive_heads(text: oc.SamplerRecord) -> list[tuple[str, float, float, float, float, float]]:
-    """(head, candidates a token, bytes a token in the file and in the compact file, mean mass, mean certificate
+    """(head, candidates per token, bytes per token in the file and in the compact file, mean mass, mean certificate
     of `MaskedIS`)."""
     full = text.candidates
     assert full is not None
@@ -274,7 +274,7 @@ def _reset_peak() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="bytes and microseconds a token of every record form")
+    parser = argparse.ArgumentParser(description="bytes and microseconds per token of every record form")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--large", action="store_true")

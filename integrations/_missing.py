@@ -1,4 +1,4 @@
-"""Reader: tokens without a log-prob, said so by the answer or hidden behind an exact 0.0."""
+"""Reader: tokens without a log-prob, whether the answer says so or sends an exact 0.0 in its place."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def suspected_zeros(
     found: NDArray[np.bool_] = unwitnessed_zero_runs(record, mask, run=2 if answer.truncated else 1).numpy()
     inside = unsupported & ~found
     values = answer.logprobs
-    nearly = int((given & (values < 0) & (values > NEARLY_CERTAIN)).sum())
-    many = inside.sum() >= 2 and inside.sum() > ZEROS_PER_NEARLY_CERTAIN * nearly
+    nearly_certain = int((given & (values < 0) & (values > NEARLY_CERTAIN)).sum())
+    many = inside.sum() >= 2 and inside.sum() > ZEROS_PER_NEARLY_CERTAIN * nearly_certain
     return found | inside if many or spec.speculative is not None else found
 
 

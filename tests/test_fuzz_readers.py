@@ -69,6 +69,12 @@ def sglang_chat() -> dict[str, Any]:
     return {"choices": [{"response_token_ids": whole["output_ids"], "meta_info": whole["meta_info"]}]}
 
 
+def sglang_unfinished() -> dict[str, Any]:
+    response = good_sglang()
+    response["meta_info"]["finish_reason"] = None
+    return response
+
+
 def sglang_selected() -> dict[str, Any]:
     response = good_support()
     response["meta_info"]["output_token_sampling_logprobs"] = log([0.3, 1.0])
@@ -100,7 +106,13 @@ BASES: dict[str, Any] = {
     "sglang support": (good_support(), SUPPORT, read_generate),
     "sglang selected": (sglang_selected(), SELECTED, read_generate),
     "sglang chat": (sglang_chat(), HEAD, read_chat),
+    "sglang partial": (sglang_unfinished(), HEAD, lambda r, spec: read_generate(r, spec, partial=True)),
     "vllm generate": (vllm_generate([5, 7], good_rows()), PLAIN, read_json),
+    "vllm partial": (
+        vllm_generate([5, 7], good_rows(), finish_reason=None),
+        PLAIN,
+        lambda r, spec: read_json(r, spec, partial=True),
+    ),
     "vllm chat": (vllm_chat(), PLAIN, read_json),
     "vllm completions": (vllm_completions(), PLAIN, read_json),
 }

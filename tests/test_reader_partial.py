@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,17 @@ def test_every_reader_takes_partial() -> None:
     assert len(sglang.read_chat(as_chat(sglang_answer(finished)), HEAD, partial=True)) == 3
     assert len(vllm.read_json(vllm_answer(None), PLAIN, partial=True)) == 2
     assert len(vllm.read_output(vllm_object("abort"), PLAIN, partial=True)) == 2
+
+
+@pytest.mark.parametrize("module", [sglang, vllm])
+def test_every_turn_reader_takes_the_prompt_that_assemble_asks_for(module: Any) -> None:
+    readers = {name: getattr(module, name) for name in vars(module) if name.startswith("read_")}
+    readers = {name: read for name, read in readers.items() if read.__module__ == module.__name__}
+    parameters = {name: set(inspect.signature(read).parameters) for name, read in readers.items()}
+    assert len(parameters) == 6
+    for name, accepted in parameters.items():
+        assert {"on_missing", "weight_version", "partial"} <= accepted
+        assert ("prompt" in accepted) == name.endswith("turns")
 
 
 def test_a_missing_finish_reason_is_not_a_finished_answer() -> None:

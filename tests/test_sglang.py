@@ -141,7 +141,7 @@ def test_slime_dialect() -> None:
         read_generate(sglang([1], [-0.5]), SLIME)
 
 
-def test_spans_become_one_version_a_token() -> None:
+def test_spans_become_one_version_per_token() -> None:
     spans = [{"version": "41", "start": 0, "end": 2}, {"version": "42", "start": 2, "end": 3}]
     response = good_sglang()
     response["meta_info"]["weight_versions"] = spans

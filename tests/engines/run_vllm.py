@@ -60,7 +60,7 @@ def make_model(path: Path) -> None:
 
 
 def make_tokenizer(path: Path) -> None:
-    """One word a token: the chat and completions routes want to write text."""
+    """One word per token: the chat and completions routes answer with text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
