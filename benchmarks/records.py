@@ -184,7 +184,7 @@ def disk_forms(record: oc.SamplerRecord) -> list[tuple[str, float, float, float]
     """(form, bytes per token, µs per token to write and flush, µs per token to read and verify)."""
     forms: list[tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = [
         ("safetensors, mapped", record.save, oc.SamplerRecord.load),
-        ("safetensors, compact", lambda path: record.save(path, compact=True), oc.SamplerRecord.load),
+        ("safetensors, compact", lambda path: oc.save_records(record, path, compact=True), oc.load_records),
         ("Parquet", lambda path: to_parquet(record, path), from_parquet),
     ]
     rows = []
@@ -228,7 +228,7 @@ def file_bytes(record: oc.SamplerRecord, compact: bool) -> float:
     """Bytes a token of the whole file that ``record.save`` writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record"
-        record.save(path, compact)
+        oc.save_records(record, path, compact)
         return path.stat().st_size / len(record)
 
 

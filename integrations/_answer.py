@@ -72,15 +72,12 @@ class Answer:
 def read_options(
     engine: str, spec: SamplerSpec, on_missing: str, weight_version: int | str | None, partial: bool
 ) -> ReadOptions:
-    """The readers' keywords. Refuses a spec of another engine and ids that no engine drew."""
+    """The readers' keywords. Refuses a spec of another engine."""
     if on_missing not in ("raise", "mask"):
         raise ValueError(f"on_missing must be 'raise' or 'mask', got {on_missing!r}")
     if spec.engine != engine:
         remedy = f"This reader knows {engine}'s shapes; use the reader of {spec.engine}, or correct the spec."
         raise fail("the spec names another engine", "spec.engine", spec.engine, remedy)
-    if spec.token_ids != "engine":
-        remedy = "Ask the engine for ids: a text can be tokenized in more than one way."
-        raise fail("token ids were rebuilt from text", "spec.token_ids", spec.token_ids, remedy)
     return ReadOptions(spec, on_missing, weight_version, partial)
 
 

@@ -17,7 +17,6 @@ from offpolicy_corr.records.errors import within_sample
 from offpolicy_corr.records.missing import SENTINEL
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
-from offpolicy_corr.records.validation import HEAD_MASS_ABOVE_ONE, SAME_VALUE
 from offpolicy_corr.records.weight_versions import versions_from_spans
 
 from ._answer import RESUME, UNFINISHED_REASONS, Answer, ReadOptions, Rows, check_declared
@@ -94,7 +93,6 @@ def _finish(answer: Answer, options: ReadOptions) -> Turn:
     record.validate(spec.vocab_size, mask)
     if mask is not None:  # a token without a log-prob is still context of those after it: its id must be one
         SamplerRecord(record.tokens).validate(spec.vocab_size)
-    _check_outside(answer, missing)
     if options.on_missing == "raise":
         warn_suspected_zeros(answer, record, spec)
     prompt = None if answer.prompt is None else torch.from_numpy(answer.prompt)
@@ -170,45 +168,6 @@ def _candidates(rows: Rows) -> CandidateSet:
     logprobs = None if rows.logprobs is None else torch.from_numpy(rows.logprobs)
     offsets, complete = torch.from_numpy(rows.offsets), torch.from_numpy(rows.complete)
     return CandidateSet(torch.from_numpy(rows.ids), logprobs, offsets, complete)
-
-
-def _check_outside(answer: Answer, missing: NDArray[np.bool_]) -> None:
-    """A token outside its head is no likelier than the head's least entry, and shares its mass: q_y + Q_H <= 1."""
-    rows, own = answer.rows, answer.logprobs
-    if rows is None or rows.logprobs is None or not len(rows.ids) or rows.complete.all():
-        return
-    counts = np.diff(rows.offsets)
-    outside = ~rows.complete & (counts > 0) & ~missing & ~_in_own_row(answer.tokens, rows, counts)
-    if not outside.any():
-        return
-    values = rows.logprobs[np.repeat(outside, counts)]
-    begins = offsets_of(counts[outside])[:-1]
-    least, mass = np.full(len(own), np.inf, np.float32), np.zeros(len(own))
-    least[outside] = np.minimum.reduceat(values, begins)
-    mass[outside] = np.add.reduceat(np.exp(values.astype(np.float64)), begins)
-    likelier = outside & (own > least + SAME_VALUE[1] + SAME_VALUE[0] * np.abs(least))
-    with np.errstate(invalid="ignore"):
-        above = outside & (mass + np.exp(own.astype(np.float64)) > 1.0 + HEAD_MASS_ABOVE_ONE)
-    for bad, problem in (
-        (likelier, "a token outside its head is likelier than the head"),
-        (above, "a token outside its head and the head hold more than the whole mass"),
-    ):
-        if bad.any():
-            token = int(bad.argmax())
-            remedy = (
-                "The values belong to different tokens, or are filler: record both from one distribution."
-            )
-            raise fail(problem, answer.rows_field, float(own[token]), remedy, token)
-
-
-def _in_own_row(tokens: NDArray[np.int64], rows: Rows, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    if (counts == counts[0]).all():
-        own: NDArray[np.bool_] = (rows.ids.reshape(len(tokens), -1) == tokens[:, None]).any(1)
-        return own
-    found = np.zeros(len(tokens), dtype=np.bool_)
-    at = np.flatnonzero(rows.ids == np.repeat(tokens, counts))
-    found[np.searchsorted(rows.offsets, at, side="right") - 1] = True
-    return found
 
 
 def _check_padding(answer: Answer, spec: SamplerSpec, missing: NDArray[np.bool_]) -> None:

@@ -8,14 +8,16 @@ from .correction import Correction
 from .importance import importance_weights
 from .logprobs import selected_logprobs
 from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
-from .records.assembly import Turn, assemble, pack
+from .records.assembly import assemble, pack
 from .records.candidates import CandidateSet
 from .records.errors import RecordError
 from .records.inspection import RecordWarning
-from .records.missing import missing_tokens
-from .records.record import SamplerRecord
+from .records.record import SamplerRecord, missing_tokens
 from .records.requests import request_parameters
 from .records.sampler_spec import SamplerSpec
+from .records.storage import load_records, save_records
+from .records.trajectory import Batch, Trajectory, Turn
+from .records.weight_versions import fresh_tokens
 from .reduction import global_denominator
 from .result import PolicyLoss, TokenDiagnostics
 from .token_losses import TokenLosses, token_losses
@@ -24,6 +26,7 @@ from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweight
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "CandidateSet",
     "ClampedIS",
     "Correction",
@@ -37,14 +40,17 @@ __all__ = [
     "SamplerSpec",
     "TokenDiagnostics",
     "TokenLosses",
+    "Trajectory",
     "TruncatedIS",
     "Turn",
     "Unweighted",
     "WeightRule",
     "assemble",
+    "fresh_tokens",
     "global_denominator",
     "guards",
     "importance_weights",
+    "load_records",
     "metrics",
     "missing_tokens",
     "pack",
@@ -52,6 +58,7 @@ __all__ = [
     "policy_loss_from_hidden",
     "policy_loss_from_logprobs",
     "request_parameters",
+    "save_records",
     "selected_logprobs",
     "token_losses",
 ]

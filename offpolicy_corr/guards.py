@@ -16,6 +16,7 @@ from .numerics import check_band, in_band
 from .records.errors import RecordError
 from .records.record import SamplerRecord
 from .records.validation import as_mask
+from .records.weight_versions import lag_of
 
 
 def geometric_mean(
@@ -88,29 +89,12 @@ def staleness(
     Raises:
         RecordError: the record has no weight versions, or a token's is undeclared (−1) or lies in the future.
     """
-    versions = record.weight_version
     if max_lag < 0:
         raise ValueError(f"max_lag must be >= 0, got {max_lag}")
-    if versions is None:
-        remedy = "Stamp every token with the version of the weights that drew it."
-        raise RecordError("staleness needs weight versions", field="weight_version", remedy=remedy)
-    lag = current_version - versions
-    if record.version_names is not None:
-        remedy = "Number the versions in the order of the trainer's updates, without version_names."
-        raise RecordError("staleness cannot count named versions", field="version_names", remedy=remedy)
-    trained = as_mask(loss_mask, versions, check=True)
-    bad = (versions < 0) | (lag < 0)
-    bad = bad if trained is None else bad & trained
-    if bool(bad.any()):
-        token = int(bad.nonzero()[0, 0])
-        raise RecordError(
-            "weight version is undeclared or ahead of the current one",
-            sample=int(sequence_ids[token]),
-            token=token,
-            field="weight_version",
-            value=int(versions[token]),
-            remedy=f"Versions must lie in [0, {current_version}].",
-        )
+    try:
+        lag = lag_of(record, current_version, loss_mask)
+    except RecordError as error:
+        raise error.at(sample=None if error.token is None else int(sequence_ids[error.token])) from None
     stale, _ = _sums((lag > max_lag).double(), sequence_ids, loss_mask)
     return stale == 0
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import offpolicy_corr as oc
+from offpolicy_corr.records.storage import batch_tensors
+from offpolicy_corr.records.trajectory import Batch
 
 ENTRANCES = ("logits", "inplace", "hidden", "logprobs")
 
@@ -115,3 +117,18 @@ class Problem:
         p_tail = (p * ~head).sum(1)
         tail = p * (q_tail / p_tail.clamp(min=floor))[:, None]
         return torch.where(head, self.sampler, tail.masked_fill(self.complete[:, None], 0.0))
+
+
+def same_record(left: oc.SamplerRecord, right: oc.SamplerRecord) -> bool:
+    """Whether two records hold the same values; NaN equals NaN."""
+    none = torch.zeros(0)
+    a, b = (batch_tensors(Batch(r, none, none)) for r in (left, right))
+    described = [(r.group_names, r.version_names, r.specs) for r in (left, right)]
+    scalars = [t for t in (left.temperature, right.temperature) if not isinstance(t, Tensor)]
+    if described[0] != described[1] or set(a) != set(b) or len(set(scalars)) > 1:
+        return False
+    return all(a[n].dtype == b[n].dtype and _bits(a[n]) == _bits(b[n]) for n in a)
+
+
+def _bits(tensor: Tensor) -> tuple[list[int], bytes]:
+    return list(tensor.shape), tensor.numpy().tobytes()

@@ -13,7 +13,6 @@ import offpolicy_corr as oc
 from answers import good_sglang
 from offpolicy_corr.records.assembly import Turn, assemble, group_advantages, pack
 from offpolicy_corr.records.sampler_spec import SamplerSpec
-from offpolicy_corr.records.weight_versions import versions_of_calls
 
 FP8 = SamplerSpec(engine="vllm", logprobs="processed", temperature=1.0, group="h100-fp8", vocab_size=100)
 FP4 = SamplerSpec(engine="vllm", logprobs="processed", temperature=0.7, group="b200-nvfp4", vocab_size=100)
@@ -140,15 +139,24 @@ def test_a_prompt_is_integer_ids(prompt: Any) -> None:
     assert caught.value.field == "turns[0].prompt"
 
 
-def test_one_version_a_call_spreads_over_its_tokens() -> None:
-    versions, names = versions_of_calls(["41", "42"], [2, 1])
-    assert versions.tolist() == [41, 41, 42] and names is None
-    versions, names = versions_of_calls(["a", "default", "b"], [1, 1, 0])
-    assert versions.tolist() == [0, -1] and names == ("a",)
-
-
 def test_group_advantages_are_centered_and_scaled_within_each_prompt() -> None:
     rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0]), torch.tensor([7, 9, 7, 3, 9])
     assert group_advantages(rewards, prompts).tolist() == pytest.approx([1, -1, -1, 0, 1])
     with pytest.raises(ValueError, match="must match"):
         group_advantages(rewards, prompts[:2])
+
+
+def test_samples_of_one_prompt_are_named_as_such() -> None:
+    samples = [turn([1, 2], [5]), turn([1, 2], [6]), turn([1, 2], [7])]
+    with pytest.raises(
+        oc.RecordError, match="turns 0 and 1 have one prompt: they are samples of it"
+    ) as caught:
+        assemble(samples)
+    assert "once per sample" in str(caught.value)
+    batch = pack([assemble([sample], sample=i) for i, sample in enumerate(samples)])
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_template_that_drops_earlier_thinking_is_a_remedy_of_its_own() -> None:
+    with pytest.raises(oc.RecordError, match=r"leaves out earlier thinking.*separate trajectories"):
+        assemble([turn([1], [90, 91, 5]), turn([1, 5, 2], [6])])

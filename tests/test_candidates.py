@@ -160,3 +160,17 @@ def test_certificate_by_hand() -> None:
 def test_to_moves_everything() -> None:
     moved = ragged().to("meta")
     assert all(part.device.type == "meta" for part in vars_of(moved))
+
+
+@pytest.mark.parametrize("filler", [-9999.0, -99999.0, -3.4028234663852886e38, -torch.inf])
+def test_padded_slots_are_no_candidates(filler: float) -> None:
+    """Tinker pads with (0, −99999.0): kept, id 0 would stand twice in a row."""
+    ids = torch.tensor([[5, 0, 0], [7, 8, 0]])
+    logprobs = torch.tensor([[-0.1, filler, filler], [-0.5, -1.2, filler]])
+    heads = oc.CandidateSet.from_topk(ids, logprobs)
+    assert heads.ids.tolist() == [5, 7, 8] and heads.offsets.tolist() == [0, 1, 3]
+    from offpolicy_corr.records.rollout_fields import LOG_PROBS, TOPK, from_fields
+
+    fields = {LOG_PROBS: [-0.1, -1.2], TOPK[0]: ids.numpy(), TOPK[1]: logprobs.numpy()}
+    read = from_fields([5, 8], fields)
+    assert read.candidates is not None and read.candidates.ids.tolist() == [5, 7, 8]

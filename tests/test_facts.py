@@ -41,6 +41,7 @@ def expected_gradient(
             correction=correction,
             loss_mask=drawn,
             reduction="sum",
+            validate=False,  # a modeled tail may be likelier than the head, which no sampler records
         )
         total += weights[:, y, None] * gradient
     return total

@@ -15,9 +15,9 @@ import answers
 import offpolicy_corr as oc
 from answers import HEAD, PLAIN, SLIME, SUPPORT, log
 from faults import generate, record, support, turns
-from offpolicy_corr.records.assembly import assemble, group_advantages, prompt_ids
+from offpolicy_corr.records.assembly import assemble, group_advantages
 from offpolicy_corr.records.inspection import RecordWarning, find_unwitnessed_zeros, inspect
-from offpolicy_corr.records.missing import missing_tokens
+from offpolicy_corr.records.record import missing_tokens
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from offpolicy_corr.records.weight_versions import versions_from_spans
 
@@ -60,11 +60,9 @@ def test_23_cut_support_is_a_head() -> None:
 
 def test_24_engines_filter_in_different_order_and_both_supports_stand() -> None:
     p = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
-    sequential = SamplerSpec(
-        engine="vllm", logprobs="processed", top_p=0.7, top_k=2, filter_order="sequential"
-    )
+    sequential = SamplerSpec(engine="vllm", logprobs="processed", top_p=0.7, top_k=2)
     ours = vllm.read_output(answers.vllm_dicts([0], [{0: (0.0, 1), 1: (-math.inf, 2)}]), sequential)
-    joint = SamplerSpec(engine="sglang", logprobs="support", top_p=0.7, top_k=2, filter_order="joint")
+    joint = SamplerSpec(engine="sglang", logprobs="support", top_p=0.7, top_k=2)
     both = log((p[:2] / p[:2].sum()).tolist())
     theirs = generate(answers.sglang_support([0], [[0, 1]], [both]), joint)
     assert ours.candidates.ids.tolist() == [0] and theirs.candidates.ids.tolist() == [0, 1]
@@ -230,7 +228,6 @@ def test_69_explicit_prompt_ids_take_groups_of_any_size() -> None:
     prompts = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
     advantages = group_advantages(rewards, prompts, normalize=False)
     assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5, 2, 0, -2, 0.75, -0.25, -0.25, -0.25])
-    assert prompt_ids(8, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -16,7 +16,7 @@ from offpolicy_corr.integrations import sglang, vllm
 import answers
 import offpolicy_corr as oc
 from answers import FILTERED, HEAD, PLAIN, SLIME, good_rows, log, vllm_dicts, vllm_flat, vllm_generate
-from offpolicy_corr.records.missing import missing_tokens
+from offpolicy_corr.records.record import missing_tokens
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from test_vllm import as_dicts, chat, completions
 

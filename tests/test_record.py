@@ -390,3 +390,52 @@ def test_an_index_without_a_name_does_not_become_undeclared() -> None:
     broken = oc.SamplerRecord(torch.tensor([1]), weight_version=torch.tensor([2]), version_names=("a", "b"))
     with pytest.raises(oc.RecordError, match="outside what is declared"):
         oc.SamplerRecord.concat([broken, broken]).validate()
+
+
+def head_beside(token: int, logq: float, ids: list[int], logprobs: list[float]) -> oc.SamplerRecord:
+    head = oc.CandidateSet.from_topk(torch.tensor([ids]), torch.tensor([logprobs]))
+    return oc.SamplerRecord(torch.tensor([token]), torch.tensor([logq]), head)
+
+
+@pytest.mark.parametrize("entrance", ["logits", "logprobs", "hidden"])
+@pytest.mark.parametrize(
+    ("record", "field", "words"),
+    [
+        (head_beside(77, 0.0, [5, 8], [-0.9, -1.1]), "logprobs", "likelier than the head's least entry"),
+        (head_beside(9, -1.0, [5, 7], [-0.7, -0.9]), "candidates.logprobs", "sum to more than 1"),
+        (head_beside(9, -2.0, [5, 7], [-0.9, -2.1]), "logprobs", "likelier than the head's least entry"),
+        (head_beside(9, -2.2, [5, 7], [-0.4, -1.2]), "candidates.logprobs", "sum to more than 1"),
+    ],
+)
+def test_a_token_outside_its_head_is_one_of_the_tail(
+    record: oc.SamplerRecord, field: str, words: str, entrance: str
+) -> None:
+    """Stale candidates of a retried request pass lengths and masses of their own; this is what gives them away."""
+    logits = torch.zeros(1, 100)
+    with pytest.raises(oc.RecordError, match=words) as caught:
+        if entrance == "logits":
+            oc.policy_loss(logits, record, torch.ones(1))
+        elif entrance == "hidden":
+            oc.policy_loss_from_hidden(torch.zeros(1, 4), torch.zeros(100, 4), record, torch.ones(1))
+        else:
+            oc.policy_loss_from_logprobs(
+                torch.full((1,), -4.6), torch.full((2,), -4.6), record, torch.ones(1)
+            )
+    assert (caught.value.token, caught.value.field) == (0, field) and caught.value.remedy
+    record.validate(loss_mask=torch.tensor([False]))  # nobody looks at a masked token
+
+
+def test_a_tail_token_as_likely_as_the_least_entry_is_a_tie() -> None:
+    head_beside(9, -2.1, [5, 7], [-0.9, -2.1]).validate()
+    head_beside(9, -2.10001, [5, 7], [-0.9, -2.1]).validate()
+    trimmed = oc.CandidateSet.from_topk(torch.tensor([[5, 7, 9]]), torch.tensor([[-0.5, -1.2, -3.0]])).trim(
+        0.8
+    )
+    assert trimmed.ids.tolist() == [5, 7]
+    oc.SamplerRecord(torch.tensor([9]), torch.tensor([-3.0]), trimmed).validate()
+
+
+def test_an_impossible_entry_of_a_head_measures_nothing() -> None:
+    offsets, complete = torch.tensor([0, 2]), torch.tensor([False])
+    head = oc.CandidateSet(torch.tensor([5, 7]), torch.tensor([-0.9, -torch.inf]), offsets, complete)
+    oc.SamplerRecord(torch.tensor([9]), torch.tensor([-1.5]), head).validate()

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.records.storage import same_record
+from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.trajectory import Batch
+from support import same_record
 from test_storage import RECORDS, heads, mixed
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the records extra")
@@ -21,7 +23,7 @@ from offpolicy_corr.records.tables import from_arrow, from_parquet, to_arrow, to
 
 def test_one_row_a_sample_with_names_in_place_of_indices() -> None:
     record, samples = heads(6, 2), torch.tensor([3, 1, 1, 3, 3, 1])
-    table = to_arrow(record, samples, torch.tensor([1, 1, 0, 1, 0, 1]))
+    table = to_arrow(Batch(record, torch.tensor([1, 1, 0, 1, 0, 1]) != 0, samples))
     assert table.column("sequence").to_pylist() == [1, 3]
     assert table.column("tokens").to_pylist()[0] == record.tokens[[1, 2, 5]].tolist()
     assert table.column("group").to_pylist() == [["b200", "h100", "b200"], ["h100", "b200", "h100"]]
@@ -34,23 +36,37 @@ def test_one_row_a_sample_with_names_in_place_of_indices() -> None:
 def test_a_table_comes_back_as_the_record(kind: str, tmp_path: Path) -> None:
     record = RECORDS[kind]()
     samples = torch.arange(len(record)) // 2
-    for read in (from_arrow(to_arrow(record, samples)), None):
-        if read is None:
-            to_parquet(record, tmp_path / "t.parquet", samples)
-            read = from_parquet(tmp_path / "t.parquet")
-        back, ids, mask = read
-        assert torch.equal(ids, samples) and mask is None
-        assert torch.equal(back.tokens, record.tokens)
-        same_temperature = torch.as_tensor(back.temperature) == torch.as_tensor(record.temperature)
+    mask = torch.arange(len(record)) % 3 != 1
+    batch = Batch(record, mask, samples, missing=3)
+    to_parquet(batch, tmp_path / "t.parquet")
+    for read in (from_arrow(to_arrow(batch)), from_parquet(tmp_path / "t.parquet")):
+        assert (
+            torch.equal(read.sequence_ids, samples)
+            and torch.equal(read.loss_mask, mask)
+            and read.missing == 3
+        )
+        same_temperature = torch.as_tensor(read.record.temperature) == torch.as_tensor(record.temperature)
         assert bool(same_temperature.all())
-        assert same_record(*(dataclasses.replace(r, temperature=1.0) for r in (back, record)))
+        assert same_record(*(dataclasses.replace(r, temperature=1.0) for r in (read.record, record)))
 
 
 def test_masked_tokens_may_be_missing_and_trained_ones_may_not() -> None:
-    record = RECORDS["missing values"]()
-    assert from_arrow(to_arrow(record, None, torch.tensor([1, 0])))[2].tolist() == [True, False]
+    record, samples = RECORDS["missing values"](), torch.zeros(2, dtype=torch.int64)
+    assert from_arrow(to_arrow(record)).loss_mask.tolist() == [True, False]  # nobody named the missing token
     with pytest.raises(oc.RecordError, match="finite"):
-        from_arrow(to_arrow(record, None, torch.tensor([1, 1])))
+        from_arrow(to_arrow(Batch(record, torch.tensor([True, True]), samples)))
+
+
+def test_an_assembled_trajectory_written_without_its_mask_comes_back() -> None:
+    """Context tokens have no log-probs: a file without the mask that says so was refused on reading."""
+    spec = SamplerSpec(engine="vllm", logprobs="processed", group="a")
+    answer = oc.SamplerRecord(torch.tensor([5, 6]), torch.tensor([-0.5, -1.0]))
+    whole = oc.assemble([oc.Turn(answer, torch.tensor([1, 2]), spec)])
+    for data in (whole, whole.record, oc.pack([whole])):
+        read = from_arrow(to_arrow(data))
+        assert read.loss_mask.tolist() == [False, False, True, True] and same_record(
+            read.record, whole.record
+        )
 
 
 def test_damaged_tables_are_refused() -> None:
@@ -95,7 +111,7 @@ def test_sequences_groups_and_versions_have_their_types(kind: Any) -> None:
 
 
 def test_joined_tables_do_not_make_one_sample_of_two() -> None:
-    table = to_arrow(heads(4, 2), torch.tensor([3, 3, 7, 7]))
+    table = to_arrow(Batch(heads(4, 2), torch.ones(4, dtype=torch.bool), torch.tensor([3, 3, 7, 7])))
     with pytest.raises(oc.RecordError, match="two rows of one sequence") as caught:
         from_arrow(pyarrow.concat_tables([table, table.slice(1)]))
     assert caught.value.value == 7
@@ -104,8 +120,9 @@ def test_joined_tables_do_not_make_one_sample_of_two() -> None:
 def test_a_folder_is_not_read_under_the_specs_of_its_first_file(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 1)):
         record = RECORDS["specs"]() if name == "a" else RECORDS["heads"]()
-        to_parquet(record, tmp_path / name, torch.full_like(record.tokens, first))
-        assert len(from_parquet(tmp_path / name)[0].specs) == len(record.specs)
+        batch = Batch.of(record)
+        to_parquet(dataclasses.replace(batch, sequence_ids=batch.sequence_ids + first), tmp_path / name)
+        assert len(from_parquet(tmp_path / name).record.specs) == len(record.specs)
     with pytest.raises(oc.RecordError, match="not readable"):
         from_parquet(tmp_path)
 
@@ -120,7 +137,7 @@ def test_corrupt_and_truncated_parquet_raises(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     to_parquet(heads(300, 4), path)
     good = path.read_bytes()
-    before = from_parquet(path)[0]
+    before = from_parquet(path).record
     for size in (0, 3, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:size])
         with pytest.raises(oc.RecordError):
@@ -130,7 +147,7 @@ def test_corrupt_and_truncated_parquet_raises(tmp_path: Path) -> None:
     for position in positions:
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x15]) + good[position + 1 :])
         try:
-            assert same_record(from_parquet(path)[0], before)
+            assert same_record(from_parquet(path).record, before)
         except oc.RecordError:
             refused += 1
     assert refused > 0.5 * len(positions)

@@ -1,4 +1,4 @@
-"""Turns of an agent, retries and partial rollouts, joined into one sequence by their exact token ids.
+"""Records: turns of an agent, retries and partial rollouts, joined into one sequence by their exact token ids.
 
 Nothing is tokenized, cut or aligned by guess: every call to an engine says which ids it was given and which
 it drew, and the next call's context must begin with all that came before.
@@ -7,79 +7,25 @@ it drew, and the next call's context must begin with all that came before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .candidates import CandidateSet
+from .candidates import CandidateSet, is_integer
 from .errors import RecordError, within_sample
-from .missing import missing_tokens
-from .record import SamplerRecord
+from .record import SamplerRecord, missing_tokens
 from .sampler_spec import SamplerSpec, check_fleet
-from .validation import is_integer
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """One call to an engine.
-
-    Args:
-        record: what it sampled, ``[T]``; a reader's result.
-        prompt: the ids that the call was given, integer ``[P]``: the whole context.
-        spec: the sampler that answered.
-        kept: how many of the sampled tokens went on into the context; None is all. 0 is a retried call whose
-            answer was thrown away; a smaller number is an answer that was cut (a stop string, a tool call).
-        finish_reason: the engine's word.
-        truncated: the answer hit a length limit or was aborted. No end-of-sequence token is ever added.
-    """
-
-    record: SamplerRecord
-    prompt: Tensor | None
-    spec: SamplerSpec
-    kept: int | None = None
-    finish_reason: str | None = None
-    truncated: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Trajectory:
-    """A whole sequence: prompt, sampled tokens, tool and template tokens.
-
-    Attributes:
-        record: all tokens ``[N]``. Tokens that nobody sampled hold NaN log-probs, empty candidates, group and
-            weight version −1.
-        loss_mask: bool ``[N]``: sampled, kept, and with a log-prob.
-        turn: int64 ``[N]``, index of the turn that sampled the token, −1 for context.
-        missing: sampled tokens that were masked for want of a log-prob.
-        truncated: the last kept answer hit a limit, and was kept to its end.
-        specs: the samplers, one a turn.
-    """
-
-    record: SamplerRecord
-    loss_mask: Tensor
-    turn: Tensor
-    missing: int
-    truncated: bool
-    specs: tuple[SamplerSpec, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Trajectories in one packed row ``[N]``: record, bool loss mask, int64 sequence ids; tokens masked."""
-
-    record: SamplerRecord
-    loss_mask: Tensor
-    sequence_ids: Tensor
-    missing: int
+from .trajectory import Batch, Trajectory, Turn
 
 
 def assemble(turns: Sequence[Turn], strict: bool = True, sample: int | None = None) -> Trajectory:
     """Join the calls of one trajectory.
 
     Each call's prompt must begin with the sequence so far, id by id; what follows in it is context that
-    nobody trains (tool results, templates). A call aborted half-way and continued by another is two turns
-    with nothing between. Temperature, group and weight version stay per token.
+    nobody trains (tool results, templates). A partial rollout, canceled and resumed later under newer weights, is two
+    turns with nothing between: read the first with the reader's ``partial=True``. Temperature, group and weight version
+    stay per token. Several samples of one prompt are separate trajectories: call this once per sample.
 
     Args:
         turns: in order.
@@ -106,7 +52,7 @@ def _assemble(turns: Sequence[Turn], strict: bool) -> Trajectory:
     for index, turn in enumerate(turns):
         answer = _declared(_kept(turn, index), turn.spec)
         if turn.prompt is None:
-            remedy = "Pass prompt= to the reader, or ask the engine to return it."
+            remedy = "Give the turn its prompt ids: Turn(prompt=…), or prompt= of the reader."
             raise RecordError(
                 "a turn's context ids are unknown", field=f"turns[{index}].prompt", remedy=remedy
             )
@@ -114,7 +60,7 @@ def _assemble(turns: Sequence[Turn], strict: bool) -> Trajectory:
             value = getattr(turn.prompt, "dtype", type(turn.prompt))
             remedy = "Pass the ids that the call was given, int32 or int64 [P]."
             raise RecordError("no integer ids", field=f"turns[{index}].prompt", value=value, remedy=remedy)
-        context = _continuation(sequence, turn.prompt.to(torch.int64), index)
+        context = _continuation(sequence, turns, index)
         parts += [_untrained(context, answer), answer]
         owners += [torch.full((len(context),), -1), torch.full((len(answer),), index)]
         sequence = torch.cat([turn.prompt.to(torch.int64), answer.tokens.to(torch.int64)])
@@ -152,21 +98,6 @@ def pack(trajectories: Sequence[Trajectory], strict: bool = True) -> Batch:
     )
 
 
-def prompt_ids(num_sequences: int, samples_per_prompt: int) -> Tensor:
-    """Which prompt each sequence answers, int64 ``[num_sequences]``, where every prompt has the same number
-    of them.
-
-    Raises:
-        RecordError: the number does not divide. Incomplete groups need explicit ids: a stride would mix
-            prompts.
-    """
-    if samples_per_prompt < 1 or num_sequences % samples_per_prompt:
-        problem = f"{num_sequences} sequences do not divide into groups of {samples_per_prompt}"
-        remedy = "Some prompts lack a sample: carry explicit prompt ids instead of a stride."
-        raise RecordError(problem, field="samples_per_prompt", value=samples_per_prompt, remedy=remedy)
-    return torch.arange(num_sequences) // samples_per_prompt
-
-
 def group_advantages(rewards: Tensor, prompts: Tensor, normalize: bool = True) -> Tensor:
     """Reward minus the mean of its prompt's samples, over their standard deviation: floating ``[S]``.
 
@@ -174,7 +105,7 @@ def group_advantages(rewards: Tensor, prompts: Tensor, normalize: bool = True) -
     and is never divided by. A prompt with one sample gives 0.
 
     Args:
-        rewards: floating ``[S]``, one a sequence.
+        rewards: floating ``[S]``, one per sequence.
         prompts: integer ``[S]``, explicit ids; groups may differ in size and need not be contiguous.
         normalize: divide by the (biased) standard deviation.
     """
@@ -202,38 +133,46 @@ def _kept(turn: Turn, index: int) -> SamplerRecord:
     return turn.record.select(torch.arange(turn.kept))
 
 
-def _continuation(sequence: Tensor, prompt: Tensor, index: int) -> Tensor:
-    """What ``prompt`` adds to ``sequence``."""
+def _continuation(sequence: Tensor, turns: Sequence[Turn], index: int) -> Tensor:
+    """What the prompt of turn ``index`` adds to ``sequence``."""
+    prompt = turns[index].prompt
+    assert prompt is not None
+    prompt = prompt.to(torch.int64)
     common = min(len(sequence), len(prompt))
     differ = (sequence[:common] != prompt[:common]).nonzero()
-    if len(differ) or len(prompt) < len(sequence):
-        token = int(differ[0, 0]) if len(differ) else len(prompt)
-        expected = int(sequence[token])
-        value = int(prompt[token]) if token < len(prompt) else None
+    if not len(differ) and len(prompt) >= len(sequence):
+        return prompt[len(sequence) :]
+    token = int(differ[0, 0]) if len(differ) else len(prompt)
+    value = int(prompt[token]) if token < len(prompt) else None
+    before = turns[index - 1].prompt
+    if before is not None and torch.equal(before.to(torch.int64), prompt):
+        problem = f"turns {index - 1} and {index} have one prompt: they are samples of it, not a conversation"
         remedy = (
-            f"Id {expected} was expected. The context was tokenized again, or an answer was dropped or cut: keep "
-            "the engine's ids, and say kept=0 (retried) or kept=n (cut)."
+            "Call assemble once per sample; where the first was thrown away and asked again, give it kept=0."
         )
-        field = f"turns[{index}].prompt"
-        raise RecordError(
-            "the prompt does not continue the sequence", token=token, field=field, value=value, remedy=remedy
+    else:
+        problem = "the prompt does not continue the sequence"
+        remedy = (
+            f"Id {int(sequence[token])} was expected. If the context was tokenized again, keep the engine's ids; if an "
+            "answer was dropped or cut, say kept=0 (retried) or kept=n (cut); if the chat template leaves out earlier "
+            "thinking, the sequence ends here: the turns before and from this one are separate trajectories."
         )
-    return prompt[len(sequence) :]
+    raise RecordError(problem, token=token, field=f"turns[{index}].prompt", value=value, remedy=remedy)
 
 
-def _untrained(context: Tensor, like: SamplerRecord) -> SamplerRecord:
+def _untrained(context: Tensor, answer: SamplerRecord) -> SamplerRecord:
     count = len(context)
     nobody = torch.full((count,), -1, dtype=torch.int64)
-    candidates = None if like.candidates is None else CandidateSet.empty(count)
+    candidates = None if answer.candidates is None else CandidateSet.empty(count)
     return SamplerRecord(
         context,
-        None if like.logprobs is None else torch.full((count,), torch.nan, dtype=like.logprobs.dtype),
+        None if answer.logprobs is None else torch.full((count,), torch.nan, dtype=answer.logprobs.dtype),
         candidates,
-        like.temperature if not isinstance(like.temperature, Tensor) else torch.ones(count),
-        None if like.group is None else nobody,
-        like.group_names,
-        None if like.weight_version is None else nobody,
-        like.version_names,
+        answer.temperature if not isinstance(answer.temperature, Tensor) else torch.ones(count),
+        None if answer.group is None else nobody,
+        answer.group_names,
+        None if answer.weight_version is None else nobody,
+        answer.version_names,
     )
 
 

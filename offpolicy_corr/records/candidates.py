@@ -1,4 +1,4 @@
-"""The candidates a sampler recorded at each position: a head of its most likely tokens, or its whole support."""
+"""Records: the candidates of each position, a head of the sampler's most likely tokens or its whole support."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..csr import as_index, row_index, segment_sum, take_rows
+from ..csr import as_index, offsets_from_counts, row_index, row_mass, take_rows
 from ..weights import WeightRule
+from .missing import SENTINEL
 
 
 def _require(condition: bool, message: str) -> None:
@@ -18,7 +19,8 @@ def _require(condition: bool, message: str) -> None:
         raise TypeError(message)
 
 
-def _is_integer(tensor: Tensor) -> bool:
+def is_integer(tensor: Tensor) -> bool:
+    """int32 or int64: what ids and indices may be."""
     return tensor.dtype in (torch.int32, torch.int64)
 
 
@@ -46,7 +48,7 @@ class CandidateSet:
 
     def __post_init__(self) -> None:
         _require(
-            _is_integer(self.ids), f"candidate ids must be integers, int32 or int64, got {self.ids.dtype}"
+            is_integer(self.ids), f"candidate ids must be integers, int32 or int64, got {self.ids.dtype}"
         )
         if self.logprobs is not None:
             _require(
@@ -61,15 +63,18 @@ class CandidateSet:
 
     @classmethod
     def from_topk(cls, ids: Tensor, logprobs: Tensor, pad_id: int = -1) -> CandidateSet:
-        """Heads of a full-vocabulary distribution, dense ``[T, K]``; slots whose id is ``pad_id`` are left out."""
+        """Heads of a full-vocabulary distribution, dense ``[T, K]``.
+
+        Slots that hold no candidate are left out: those whose id is ``pad_id``, and those whose log-prob is −9999 or
+        below, which frameworks pad with (Tinker writes ``(0, −99999.0)``). A head is any set of likely ids, so what
+        is left is still one.
+        """
         _require(ids.dim() == 2, f"ids must be [T, K], got shape {tuple(ids.shape)}")
         _require(ids.shape == logprobs.shape, "ids and logprobs must have the same shape")
-        _require(_is_integer(ids), f"candidate ids must be integers, int32 or int64, got {ids.dtype}")
-        used = ids != pad_id
-        offsets = torch.zeros(ids.shape[0] + 1, dtype=torch.int64, device=ids.device)
-        torch.cumsum(used.sum(1), 0, out=offsets[1:])
+        _require(is_integer(ids), f"candidate ids must be integers, int32 or int64, got {ids.dtype}")
+        used = (ids != pad_id) & ~(logprobs <= SENTINEL)
         complete = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-        return cls(ids[used], logprobs[used], offsets, complete)
+        return cls(ids[used], logprobs[used], offsets_from_counts(used.sum(1)), complete)
 
     @classmethod
     def from_support(cls, ids: Tensor, offsets: Tensor, logprobs: Tensor | None = None) -> CandidateSet:
@@ -93,7 +98,7 @@ class CandidateSet:
     @property
     def rows(self) -> Tensor:
         """For every candidate the index of its token, int64 ``[nnz]``; computed once."""
-        if torch.compiler.is_compiling():  # a traced program sees by itself that it is always the same
+        if torch.compiler.is_compiling():  # a traced program needs no cache
             return row_index(self.offsets, self.ids.numel())
         return self._rows
 
@@ -157,7 +162,7 @@ class CandidateSet:
         """Recorded probability of each row, float64 ``[T]``: 1 on a complete row up to rounding."""
         logprobs = self._logprobs("the recorded mass")
         self._check_csr()
-        return segment_sum(logprobs.double().exp(), self.offsets)
+        return row_mass(logprobs, self.offsets)
 
     def trim(self, mass: float = 0.999, max_k: int = 128) -> CandidateSet:
         """Keep of each head its most likely candidates, until they hold ``mass`` or are ``max_k`` in number.
@@ -173,7 +178,7 @@ class CandidateSet:
         by_prob = logprobs.argsort(descending=True, stable=True)
         order = by_prob[self.rows[by_prob].argsort(stable=True)]
         q = logprobs[order].double().exp()
-        # a masked token may hold anything: what is no probability must not reach the running sum of other rows
+        # a masked token may hold anything: a value that is no probability must not reach the running sum of other rows
         q = torch.where(q <= 2.0, q, 0.0)
         before = q.cumsum(0) - q
         start = self.offsets[:-1][self.rows]
@@ -182,9 +187,9 @@ class CandidateSet:
         kept = ((before < mass) & (rank < max_k)) | self.complete[self.rows]
         mask = torch.zeros_like(kept)
         mask[order] = kept
-        counts = torch.zeros(len(self) + 1, dtype=torch.int64, device=mask.device)
-        counts[1:].index_add_(0, self.rows[mask], torch.ones_like(self.rows[mask]))
-        return CandidateSet(self.ids[mask], logprobs[mask], counts.cumsum(0), self.complete)
+        counts = torch.zeros(len(self), dtype=torch.int64, device=mask.device)
+        counts.index_add_(0, self.rows[mask], torch.ones_like(self.rows[mask]))
+        return CandidateSet(self.ids[mask], logprobs[mask], offsets_from_counts(counts), self.complete)
 
     def certificate(
         self,

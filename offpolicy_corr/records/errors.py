@@ -1,4 +1,4 @@
-"""The error that refuses a bad record."""
+"""Records: the error that refuses a bad record."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RecordError(ValueError):
 
 @contextmanager
 def within_sample(sample: int | None) -> Iterator[None]:
-    """Faults found inside are those of ``sample``, unless they name one already; None changes nothing."""
+    """Errors raised inside get this sample id, unless they carry one. None changes nothing."""
     try:
         yield
     except RecordError as error:

@@ -1,4 +1,4 @@
-"""Integer columns in as few bytes a value as they need: what keeps a record on disk small, bit for bit."""
+"""Records: integer columns in as few bytes per value as they need, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What the sampler recorded of every token."""
+"""Records: what the sampler recorded of every token."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +59,24 @@ class SamplerRecord:
             _index(self.weight_version, index),
             self.version_names,
             self.specs,
+        )
+
+    def narrow(self, row_slice: slice) -> SamplerRecord:
+        """The consecutive tokens ``row_slice``, as views; `select` would copy them. On a GPU it waits for the
+        device."""
+        candidates = self.candidates
+        if candidates is not None:
+            bounds = candidates.offsets[[row_slice.start, row_slice.stop]].tolist()
+            candidates = candidates.narrow(row_slice, slice(*bounds))
+        temperature = self.temperature
+        return replace(
+            self,
+            tokens=self.tokens[row_slice],
+            logprobs=_index(self.logprobs, row_slice),
+            candidates=candidates,
+            temperature=temperature[row_slice] if isinstance(temperature, Tensor) else temperature,
+            group=_index(self.group, row_slice),
+            weight_version=_index(self.weight_version, row_slice),
         )
 
     def to(self, device: torch.device | str) -> SamplerRecord:
@@ -130,25 +147,23 @@ class SamplerRecord:
         check_record(self, vocab_size, loss_mask, sequence_ids)
         return self
 
-    def save(self, path: str | os.PathLike[str], compact: bool = False) -> None:
-        """Write one safetensors file, atomically; see `storage.save`. Needs the ``records`` extra."""
-        from .storage import save
 
-        save(self, path, compact)
+def missing_tokens(record: SamplerRecord) -> Tensor:
+    """Tokens that a reader marked as missing (``on_missing="mask"``): bool ``[T]``, true where log q is NaN.
 
-    @staticmethod
-    def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
-        """The record that `save` wrote, memory-mapped; see `storage.load`. Needs the ``records`` extra.
+    Such tokens have no q: AND the complement into the loss mask, so that they leave the loss and the
+    denominators. A loss mask that still trains one of them is refused by ``record.validate``. Their number is
+    the sum.
 
-        Raises:
-            RecordError: a truncated or corrupt file, another format, a newer version.
-        """
-        from .storage import load
-
-        return load(path, verify)
+    Raises:
+        ValueError: the record holds no log-probs at all.
+    """
+    if record.logprobs is None:
+        raise ValueError("this record holds no log-probs: every token is missing one")
+    return record.logprobs.isnan()
 
 
-def _index(tensor: Tensor | None, index: Tensor) -> Tensor | None:
+def _index(tensor: Tensor | None, index: Tensor | slice) -> Tensor | None:
     return None if tensor is None else tensor[index]
 
 

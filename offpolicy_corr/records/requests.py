@@ -1,4 +1,4 @@
-"""`request_parameters`: what to ask of an engine so that its record fits a correction."""
+"""Records: `request_parameters`, what to ask of an engine so that its record fits a correction."""
 
 from __future__ import annotations
 

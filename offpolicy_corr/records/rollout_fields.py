@@ -1,4 +1,4 @@
-"""Records under the field names that RL frameworks already carry from rollout to trainer.
+"""Records: the field names that RL frameworks already carry from rollout to trainer.
 
 ``rollout_log_probs`` ``[T]``; heads as ``rollout_topk_token_ids`` and ``rollout_topk_log_probs`` ``[T, k]``
 (vime); supports in CSR as ``rollout_top_p_token_ids``, ``rollout_top_p_token_offsets`` and, with values,
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..csr import offsets_from_counts
 from .candidates import CandidateSet
 from .errors import RecordError
 from .record import SamplerRecord
@@ -51,7 +52,7 @@ def from_fields(
     if fields.get(LOG_PROBS) is not None:
         logprobs = _tensor(fields[LOG_PROBS], LOG_PROBS, floating=True, rank=1)
         if len(logprobs) != len(ids):
-            remedy = "One value a response token, tool tokens included; neither end may be cut off."
+            remedy = "One value per response token, tool tokens included; neither end may be cut off."
             problem = f"{len(logprobs)} log-probs for {len(ids)} tokens"
             raise RecordError(problem, field=LOG_PROBS, value=len(logprobs), remedy=remedy)
     present = [names for names in (TOPK, TOP_P, MASK) if any(fields.get(name) is not None for name in names)]
@@ -97,11 +98,10 @@ def to_fields(
     if not bool(complete.any()):
         return fields | _head_fields(candidates, trained)
     if not bool(complete.all()):
-        remedy = "Keep such a record as it is, or save it with record.save."
+        remedy = "Keep such a record as it is, or save it with save_records."
         raise RecordError("heads and complete sets in one record", field="candidates.complete", remedy=remedy)
     counts = candidates.offsets.diff().masked_fill(~trained, 0)
-    offsets = torch.zeros(len(record) + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=offsets[1:])
+    offsets = offsets_from_counts(counts)
     kept = trained[candidates.rows]
     names = TOP_P if support == "top_p" else MASK
     fields |= {names[0]: candidates.ids[kept].int().numpy(), names[1]: offsets.numpy()}
@@ -114,7 +114,7 @@ def _head_fields(candidates: CandidateSet, trained: Tensor) -> dict[str, Any]:
     counts, rows = candidates.offsets.diff(), int(trained.sum())
     size = int((counts[trained] if rows else counts).max()) if len(counts) else 0
     if rows and int(counts[trained].min()) != size:
-        remedy = "These fields are rectangular: send trimmed heads as CSR or with record.save."
+        remedy = "These fields are rectangular: send trimmed heads as CSR, or save them with save_records."
         raise RecordError(
             "heads differ in size", field=TOPK[0], value=int(counts[trained].min()), remedy=remedy
         )
@@ -133,9 +133,7 @@ def _head(fields: Mapping[str, Any], count: int) -> CandidateSet:
     if ids.shape != logprobs.shape or len(ids) != count:
         problem = f"ids {tuple(ids.shape)} and log-probs {tuple(logprobs.shape)} for {count} tokens"
         raise RecordError(problem, field=TOPK[1], remedy="Both are [T, k].")
-    width = ids.shape[1]
-    offsets = torch.arange(count + 1, dtype=torch.int64) * width
-    return CandidateSet(ids.reshape(-1), logprobs.reshape(-1), offsets, torch.zeros(count, dtype=torch.bool))
+    return CandidateSet.from_topk(ids, logprobs)
 
 
 def _support(fields: Mapping[str, Any], names: tuple[str, ...], count: int) -> CandidateSet:

@@ -1,4 +1,4 @@
-"""`SamplerSpec`: what a sampler group is, and what its log-probs mean. Declared, never guessed.
+"""Records: `SamplerSpec`, what a sampler group is and what its log-probs mean. Declared, never guessed.
 
 No engine echoes any of this in its answers (version strings apart), so whoever configures the fleet states it
 once per group, and every reader and every assembly checks against it.
@@ -43,13 +43,9 @@ class SamplerSpec:
         temperature, top_p, top_k, min_p: as requested; ``top_k`` None, 0 or −1 is off.
         repetition_penalty, presence_penalty, frequency_penalty: as requested; 1, 0, 0 are off.
         constrained: a logit bias, bad words, a grammar or a custom processor changed the logits.
-        filter_order: ``"joint"`` (each filter against the whole distribution) or ``"sequential"``. Never used
-            to rebuild a support: the recorded one counts.
         group: name of the sampler group; strict assembly requires it.
         engine_version: for example ``"0.33.0"``.
         dialect: ``"slime"`` for slime's patched SGLang, whose ``output_token_logprobs`` are after filters.
-        token_ids: ``"engine"``, or ``"reconstructed"`` where a gateway rebuilt ids from text; the latter is
-            refused.
         rescored_temperature: where the log-probs come from a later pass and not from the sampler, its
             temperature.
         weights, activations, kv_cache: numeric formats, for example ``"nvfp4"``, ``"fp8"``, ``"bf16"``.
@@ -58,7 +54,6 @@ class SamplerSpec:
             same weight format runs through different kernels on different GPUs, so a precision alone names no
             numeric.
         speculative: algorithm of speculative decoding, None for none.
-        tensor_parallel, expert_parallel: ranks of one engine.
         tokenizer_hash: any stable hash; groups that differ must not be mixed.
         vocab_size: ids that the tokenizer knows; every recorded id must lie below.
         logits_width: columns of the engine's logits, padding included.
@@ -78,11 +73,9 @@ class SamplerSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     constrained: bool = False
-    filter_order: str | None = None
     group: str | None = None
     engine_version: str | None = None
     dialect: str | None = None
-    token_ids: str = "engine"
     rescored_temperature: float | None = None
     weights: str | None = None
     activations: str | None = None
@@ -92,8 +85,6 @@ class SamplerSpec:
     kernels: str | None = None
     sampling_backend: str | None = None
     speculative: str | None = None
-    tensor_parallel: int | None = None
-    expert_parallel: int | None = None
     tokenizer_hash: str | None = None
     vocab_size: int | None = None
     logits_width: int | None = None
@@ -145,7 +136,7 @@ def _check_ranges(spec: SamplerSpec) -> None:
     number("repetition_penalty", lambda x: x > 0, "A repetition penalty is positive; 1 is off.")
     for name in ("presence_penalty", "frequency_penalty"):
         number(name, lambda x: True, "A penalty is a finite number; 0 is off.")
-    for name in ("top_k", "vocab_size", "logits_width", "tensor_parallel", "expert_parallel"):
+    for name in ("top_k", "vocab_size", "logits_width"):
         lowest = -1 if name == "top_k" else 1
         value = getattr(spec, name)
         if value is None:
@@ -157,13 +148,9 @@ def _check_ranges(spec: SamplerSpec) -> None:
     if spec.vocab_size and spec.logits_width and spec.vocab_size > spec.logits_width:
         remedy = f"vocab_size {spec.vocab_size} cannot exceed the columns of the logits."
         _refuse("the logits are narrower than the vocabulary", "logits_width", spec.logits_width, remedy)
-    if spec.filter_order not in (None, "joint", "sequential"):
-        _refuse("unknown filter order", "filter_order", spec.filter_order, "Use 'joint' or 'sequential'.")
 
 
 def _check_origin(spec: SamplerSpec) -> None:
-    if spec.token_ids not in ("engine", "reconstructed"):
-        _refuse("unknown origin of ids", "token_ids", spec.token_ids, "Use 'engine' or 'reconstructed'.")
     if spec.dialect not in (None, "slime"):
         _refuse("unknown dialect", "dialect", spec.dialect, "Leave it out, or use 'slime'.")
     if spec.dialect == "slime" and (spec.engine, spec.logprobs) != ("sglang", "processed"):

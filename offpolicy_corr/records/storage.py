@@ -1,6 +1,6 @@
-"""Records on disk: one safetensors file each, memory-mapped, with a versioned header and checksums.
+"""Records: files on disk, one safetensors file per batch, memory-mapped, with a versioned header and checksums.
 
-Nothing is rounded. Candidates are mapped as they are; the columns with one integer a token take as few bytes as
+Nothing is rounded. Candidates are mapped as they are; the columns with one integer per token take as few bytes as
 their values need (a column of equal values takes none) and are unpacked on loading.
 
 A file is complete or absent: it is written beside its place, flushed, and renamed. Every byte that matters is
@@ -26,9 +26,10 @@ from .errors import RecordError
 from .packing import pack, unpack
 from .record import SamplerRecord
 from .sampler_spec import specs_from_plain, specs_to_plain
+from .trajectory import Batch, Trajectory
 
 FORMAT = "offpolicy_corr.record"
-VERSION = 2  # 1: no specs, columns not packed
+VERSION = 3  # 1: no specs, columns not packed; 2: no mask, no sequence ids
 _HEADER, _CHECKSUM = "header", "header_crc32"
 _TENSORS = ("tokens", "logprobs", "temperature", "group", "weight_version")
 _ROWS = ("ids", "logprobs", "offsets", "complete")
@@ -36,10 +37,14 @@ ATTEMPTS = 100  # to read a file that others replace
 REMEDY = "Write the record again from its source; the file cannot be trusted."
 
 
-def save(record: SamplerRecord, path: str | os.PathLike[str], compact: bool = False) -> None:
-    """Write ``record`` to ``path``. A process killed at any moment leaves the old file, or none.
+def save_records(
+    data: SamplerRecord | Trajectory | Batch, path: str | os.PathLike[str], compact: bool = False
+) -> None:
+    """Write a batch to ``path``. A process killed at any moment leaves the old file, or none.
 
     Args:
+        data: a batch, or a trajectory or record that becomes one (see `Batch.of`): record, loss mask, sequence ids and
+            the number of missing tokens are saved.
         compact: pack candidate ids too, 3 bytes each below 16.8 million: the file of a head is about an eighth
             smaller, and its ids are unpacked on loading instead of mapped.
 
@@ -49,7 +54,9 @@ def save(record: SamplerRecord, path: str | os.PathLike[str], compact: bool = Fa
     library = _safetensors()
     columns: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _tensors(record).items():
+    batch = Batch.of(data)
+    record = batch.record
+    for name, tensor in batch_tensors(batch).items():
         tensor = tensor.detach().cpu().contiguous()
         if tensor.is_floating_point() or (name == "candidates.ids" and not compact):
             shared = any(_overlap(tensor, other) for other in tensors.values())
@@ -68,17 +75,20 @@ def save(record: SamplerRecord, path: str | os.PathLike[str], compact: bool = Fa
             "group_names": list(record.group_names),
             "version_names": None if record.version_names is None else list(record.version_names),
             "specs": specs_to_plain(record.specs),
+            "missing": batch.missing,
             "columns": columns,
             "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
         },
         sort_keys=True,
     )
     metadata = {_HEADER: header, _CHECKSUM: str(zlib.crc32(header.encode()))}
-    write_atomically(path, lambda place: library.torch.save_file(tensors, place, metadata))
+    write_atomically(path, lambda partial: library.torch.save_file(tensors, partial, metadata))
 
 
-def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
-    """The record at ``path``, with its specs; candidates are mapped, pages come in as they are read.
+def load_records(path: str | os.PathLike[str], verify: bool = True) -> Batch:
+    """The batch at ``path``, its record with specs; candidates are mapped, pages come in as they are read.
+
+    ``batch.validate()`` checks it where its mask trains.
 
     Args:
         verify: compare every tensor's checksum, which reads the whole file once. False checks the header and
@@ -108,24 +118,24 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> SamplerRecord:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    place = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
-    os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less what the umask takes
+    partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less what the umask takes
     try:
-        yield place
+        yield partial
     finally:
-        place.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
-    """Let ``write`` make a file beside ``path``, flush it to the disk, and only then put it in its place."""
+    """Let ``write`` make a file beside ``path``, flush it to the disk, and only then rename it to ``path``."""
     path = Path(path)
-    with _temporary(path) as place:
-        mode = (path if path.exists() else place).stat().st_mode & 0o777
-        write(str(place))
-        with open(place, "rb") as file:
+    with _temporary(path) as partial:
+        mode = (path if path.exists() else partial).stat().st_mode & 0o777
+        write(str(partial))
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        place.chmod(mode)
-        os.replace(place, path)
+        partial.chmod(mode)
+        os.replace(partial, path)
         _sync_folder(path.parent)
 
 
@@ -167,8 +177,11 @@ def _read(library: Any, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     raise RecordError("the file is replaced faster than it can be read", field="file", remedy=remedy)
 
 
-def _tensors(record: SamplerRecord) -> dict[str, Tensor]:
+def batch_tensors(batch: Batch) -> dict[str, Tensor]:
+    """Every tensor of a batch by the name it has in a file."""
+    record = batch.record
     named = {name: getattr(record, name) for name in _TENSORS}
+    named |= {"loss_mask": batch.loss_mask, "sequence_ids": batch.sequence_ids}
     if record.candidates is not None:
         named |= {f"candidates.{name}": getattr(record.candidates, name) for name in _ROWS}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -190,7 +203,7 @@ def _crc32(tensor: Tensor) -> int:
 def _checked_header(metadata: dict[str, str]) -> dict[str, Any]:
     text, checksum = metadata.get(_HEADER), metadata.get(_CHECKSUM)
     if text is None or checksum is None:
-        remedy = "This is a safetensors file, and not one that record.save wrote."
+        remedy = "This is a safetensors file, and not one that save_records wrote."
         raise RecordError("no record header", field="file", remedy=remedy)
     if str(zlib.crc32(text.encode())) != checksum:
         raise RecordError("the header is corrupt", field="file", value=checksum, remedy=REMEDY)
@@ -218,14 +231,14 @@ def _compare(described: dict[str, Any], tensors: dict[str, Tensor], verify: bool
             raise RecordError(f"the bytes of {name} are corrupt", field=name, remedy=REMEDY)
 
 
-def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> SamplerRecord:
+def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Batch:
     candidates = None
     if "candidates.ids" in tensors:
         offsets = tensors["candidates.offsets"].cumsum(0)
         parts = tensors["candidates.ids"], tensors.get("candidates.logprobs"), offsets
         candidates = CandidateSet(*parts, tensors["candidates.complete"])
     versions = header["version_names"]
-    return SamplerRecord(
+    record = SamplerRecord(
         tensors["tokens"],
         tensors.get("logprobs"),
         candidates,
@@ -236,17 +249,4 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> SamplerReco
         None if versions is None else tuple(versions),
         specs_from_plain(header["specs"]),
     )
-
-
-def same_record(left: SamplerRecord, right: SamplerRecord) -> bool:
-    """Whether two records hold the same values; NaN equals NaN."""
-    a, b = _tensors(left), _tensors(right)
-    told = [(r.group_names, r.version_names, r.specs) for r in (left, right)]
-    scalars = [t for t in (left.temperature, right.temperature) if not isinstance(t, Tensor)]
-    if told[0] != told[1] or set(a) != set(b) or len(set(scalars)) > 1:
-        return False
-    return all(a[n].dtype == b[n].dtype and _bits(a[n]) == _bits(b[n]) for n in a)
-
-
-def _bits(tensor: Tensor) -> tuple[list[int], bytes]:
-    return list(tensor.shape), tensor.numpy().tobytes()
+    return Batch(record, tensors["loss_mask"], tensors["sequence_ids"], int(header["missing"]))

@@ -1,4 +1,4 @@
-"""Records as Arrow tables and Parquet files, one row a sample: for audit tools, SQL and notebooks."""
+"""Records: Arrow tables and Parquet files, one row per sample, for audit tools, SQL and notebooks."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..csr import offsets_from_counts
 from .candidates import CandidateSet
 from .errors import RecordError
 from .record import SamplerRecord
 from .sampler_spec import SamplerSpec, specs_from_plain, specs_to_plain
 from .storage import write_atomically
+from .trajectory import Batch, Trajectory
 
-VERSION = 2  # 1: no specs
+VERSION = 3  # 1: no specs; 2: the mask could be left out
 _VERSION_KEY, _SPECS_KEY = b"offpolicy_corr.table", b"offpolicy_corr.specs"
+_MISSING_KEY = b"offpolicy_corr.missing"
 REMEDY = "Write the table again from its source."
+_COLUMNS = {
+    "logprobs", "temperature", "group", "weight_version", "loss_mask", "complete", "candidate_ids",
+    "candidate_logprobs",
+}  # fmt: skip
 
 
-def to_arrow(
-    record: SamplerRecord, sequence_ids: Tensor | None = None, loss_mask: Tensor | None = None
-) -> Any:
-    """A ``pyarrow.Table``, one row a sequence, in order of sequence id.
+def to_arrow(data: SamplerRecord | Trajectory | Batch) -> Any:
+    """A ``pyarrow.Table``, one row per sequence, in order of sequence id.
 
     Columns: ``sequence`` int64; lists over the sequence's tokens: ``tokens``, ``logprobs``, ``temperature``,
     ``group`` (names), ``weight_version`` (strings), ``loss_mask``; lists of lists: ``candidate_ids``,
     ``candidate_logprobs``; and ``complete``. Fields that the record lacks are left out. The schema's metadata
-    holds the specs as JSON under ``offpolicy_corr.specs``.
+    holds the specs as JSON under ``offpolicy_corr.specs``, and `Batch.missing` under ``offpolicy_corr.missing``.
 
     Args:
-        record: tokens of a sequence need not be contiguous; they keep their order.
-        sequence_ids: int ``[T]``; None: one sequence, 0.
-        loss_mask: bool or {0, 1} ``[T]``, carried along.
+        data: a batch, or a trajectory or record that becomes one (see `Batch.of`). Tokens of a sequence need not be
+            contiguous; they keep their order.
 
     Raises:
         ImportError: pyarrow is missing (``pip install offpolicy-corr[records]``).
     """
-    arrow, record = _pyarrow(), record.to("cpu")
-    sequence = torch.zeros_like(record.tokens) if sequence_ids is None else sequence_ids.cpu()
+    arrow, batch = _pyarrow(), Batch.of(data)
+    record, sequence = batch.record.to("cpu"), batch.sequence_ids.cpu()
     order = sequence.argsort(stable=True)
     record = record.select(order)
     numbers, counts = torch.unique_consecutive(sequence[order], return_counts=True)
@@ -55,19 +59,22 @@ def to_arrow(
     )
     columns |= _named(arrow, "group", record.group, record.group_names)
     columns |= _named(arrow, "weight_version", record.weight_version, record.version_names or ())
-    if loss_mask is not None:
-        columns["loss_mask"] = (loss_mask.cpu()[order] != 0).numpy()
+    columns["loss_mask"] = batch.loss_mask.cpu()[order].numpy()
     if record.candidates is not None:
         columns |= _candidate_columns(arrow, record.candidates)
     lists = {name: _lists(arrow, rows, values) for name, values in columns.items()}
     table = arrow.table({"sequence": numbers.numpy(), **lists})
     specs = json.dumps(specs_to_plain(record.specs)).encode()
-    return table.replace_schema_metadata({_VERSION_KEY: str(VERSION).encode(), _SPECS_KEY: specs})
+    metadata = {
+        _VERSION_KEY: str(VERSION).encode(),
+        _SPECS_KEY: specs,
+        _MISSING_KEY: str(batch.missing).encode(),
+    }
+    return table.replace_schema_metadata(metadata)
 
 
-def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
-    """``(record, sequence_ids, loss_mask)`` of a table that `to_arrow` made; validated where the mask is
-    true.
+def from_arrow(table: Any) -> Batch:
+    """The batch of a table that `to_arrow` made, validated where its mask trains.
 
     Raises:
         RecordError: columns missing, lengths that disagree, two rows with one ``sequence``, or a record that
@@ -83,11 +90,16 @@ def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
     columns = {
         name: _values(table, name) for name in table.column_names if name not in ("sequence", "tokens")
     }
+    unknown = sorted(set(columns) - _COLUMNS)
+    if unknown:
+        remedy = "Select the columns of to_arrow before reading: a damaged name must not lose a column."
+        raise RecordError("unknown columns", field="schema", value=unknown, remedy=remedy)
     for name, (_, own) in columns.items():
         if not np.array_equal(own, lengths):
             raise RecordError("lists of different length in one row", field=name, remedy=REMEDY)
-    if "temperature" not in columns:
-        raise RecordError("column is missing", field="temperature", remedy=REMEDY)
+    for name in ("temperature", "loss_mask"):
+        if name not in columns:
+            raise RecordError("column is missing", field=name, remedy=REMEDY)
     numbers = _sequence_numbers(table)
     sequence_ids = numbers.repeat_interleave(torch.from_numpy(lengths))
     group, group_names = _indexed(columns, "group")
@@ -104,24 +116,18 @@ def from_arrow(table: Any) -> tuple[SamplerRecord, Tensor, Tensor | None]:
         version_names or None,
         _specs(metadata.get(_SPECS_KEY)),
     )
-    loss_mask = _tensor(columns["loss_mask"][0], "loss_mask", "b") if "loss_mask" in columns else None
-    record.validate(loss_mask=loss_mask, sequence_ids=sequence_ids)
-    return record, sequence_ids, loss_mask
+    loss_mask = _tensor(columns["loss_mask"][0], "loss_mask", "b")
+    return Batch(record, loss_mask, sequence_ids, _missing(metadata)).validate()
 
 
-def to_parquet(
-    record: SamplerRecord,
-    path: str | os.PathLike[str],
-    sequence_ids: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-) -> None:
+def to_parquet(data: SamplerRecord | Trajectory | Batch, path: str | os.PathLike[str]) -> None:
     """`to_arrow`, written atomically with page checksums."""
     parquet = _parquet()
-    table = to_arrow(record, sequence_ids, loss_mask)
-    write_atomically(path, lambda place: parquet.write_table(table, place, write_page_checksum=True))
+    table = to_arrow(data)
+    write_atomically(path, lambda partial: parquet.write_table(table, partial, write_page_checksum=True))
 
 
-def from_parquet(path: str | os.PathLike[str]) -> tuple[SamplerRecord, Tensor, Tensor | None]:
+def from_parquet(path: str | os.PathLike[str]) -> Batch:
     """`from_arrow` of a Parquet file.
 
     Raises:
@@ -221,6 +227,13 @@ def _specs(text: bytes | None) -> tuple[SamplerSpec, ...]:
         raise RecordError("the specs are not JSON", field="schema", value=text, remedy=REMEDY) from None
 
 
+def _missing(metadata: dict[bytes, bytes]) -> int:
+    text = metadata.get(_MISSING_KEY, b"")
+    if not text.isdigit():
+        raise RecordError("the number of missing tokens is lost", field="schema", value=text, remedy=REMEDY)
+    return int(text)
+
+
 def _temperature(values: Tensor) -> float | Tensor:
     return float(values[0]) if len(values) and bool((values == values[0]).all()) else values
 
@@ -244,15 +257,13 @@ def _candidates(columns: dict[str, Any], count: int) -> CandidateSet | None:
         raise RecordError("column is missing", field="complete", remedy=REMEDY)
     complete = _tensor(columns["complete"][0], "complete", "b")
     ids, lengths = _inner(columns["candidate_ids"][0], "candidate_ids")
-    offsets = torch.zeros(count + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
     logprobs = None
     if "candidate_logprobs" in columns:
         values, own = _inner(columns["candidate_logprobs"][0], "candidate_logprobs")
         if not torch.equal(own, lengths):
             raise RecordError("ids and log-probs differ in length", field="candidate_logprobs", remedy=REMEDY)
         logprobs = _tensor(values, "candidate_logprobs", "f")
-    return CandidateSet(_tensor(ids, "candidate_ids", "i"), logprobs, offsets, complete)
+    return CandidateSet(_tensor(ids, "candidate_ids", "i"), logprobs, offsets_from_counts(lengths), complete)
 
 
 def _inner(values: Any, name: str) -> tuple[Any, Tensor]:

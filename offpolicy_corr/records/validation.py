@@ -1,24 +1,22 @@
-"""The checks behind `SamplerRecord.validate`: vectorized, evaluated together, reported one at a time."""
+"""Records: the checks behind `SamplerRecord.validate`, vectorized, evaluated together, reported one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..csr import row_index, segment_sum
-from .candidates import CandidateSet
+from ..csr import row_index, row_mass, segment_max
+from .candidates import CandidateSet, is_integer
 from .errors import RecordError
 from .missing import SENTINEL
 from .sampler_spec import SamplerSpec
 
-if TYPE_CHECKING:
-    from .record import SamplerRecord
-
+_NO_GREEDY = "Greedy decoding has no sampling distribution: use temperature > 0."
 LOGPROB_ABOVE_ZERO = 1e-6  # rounding of a log-softmax in float32
 HEAD_MASS_ABOVE_ONE = 1e-3
 COMPLETE_MASS_OFF_ONE = 1e-4
@@ -26,8 +24,32 @@ SAME_VALUE = (
     1e-4,
     1e-5,
 )  # relative, absolute: the token's log-prob against its own entry among the candidates
-_PER_TOKEN = ("tokens", "logprobs", "temperature", "group", "weight_version")
 CHECKED_AT_ONCE = 1 << 19  # candidates: the checks' temporaries stay in cache, far below the record's size
+
+
+class Record(Protocol):
+    """What is checked: the fields of `SamplerRecord`, which is defined above this module and imports it."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def logprobs(self) -> Tensor | None: ...
+    @property
+    def candidates(self) -> CandidateSet | None: ...
+    @property
+    def temperature(self) -> float | Tensor: ...
+    @property
+    def group(self) -> Tensor | None: ...
+    @property
+    def group_names(self) -> tuple[str, ...]: ...
+    @property
+    def weight_version(self) -> Tensor | None: ...
+    @property
+    def version_names(self) -> tuple[str, ...] | None: ...
+    @property
+    def specs(self) -> tuple[SamplerSpec, ...]: ...
+    def __len__(self) -> int: ...
+    def narrow(self, row_slice: slice) -> Record: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +82,7 @@ def as_mask(loss_mask: Tensor | None, tokens: Tensor, check: bool = False) -> Te
     return loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0
 
 
-def check_lengths(record: SamplerRecord) -> None:
+def check_lengths(record: Record) -> None:
     """Everything that types, shapes, dtypes and devices alone can tell; never waits for a device."""
     tokens = record.tokens
     _require(isinstance(tokens, Tensor), "tokens must be a tensor", "tokens", type(tokens), "Pass [T] ids.")
@@ -78,9 +100,21 @@ def check_lengths(record: SamplerRecord) -> None:
     else:
         number = isinstance(record.temperature, (int, float)) and 0.0 < record.temperature < float("inf")
         problem = "temperature must be positive and finite"
-        _require(number, problem, "temperature", record.temperature, "Greedy decoding has no q.")
+        _require(
+            number,
+            problem,
+            "temperature",
+            record.temperature,
+            "Greedy decoding has no sampling distribution: use temperature > 0.",
+        )
     declared = isinstance(record.specs, tuple) and all(isinstance(spec, SamplerSpec) for spec in record.specs)
-    _require(declared, "specs must be a tuple of SamplerSpec", "specs", record.specs, "One a sampler, or ().")
+    _require(
+        declared,
+        "specs must be a tuple of SamplerSpec",
+        "specs",
+        record.specs,
+        "Pass one SamplerSpec per sampler, or ().",
+    )
     if record.candidates is not None:
         _check_candidate_lengths(record)
 
@@ -90,12 +124,7 @@ def _require(ok: bool, problem: str, field: str, value: Any, remedy: str) -> Non
         raise RecordError(problem, field=field, value=value, remedy=remedy)
 
 
-def is_integer(tensor: Tensor) -> bool:
-    """int32 or int64: what ids and indices may be."""
-    return tensor.dtype in (torch.int32, torch.int64)
-
-
-def _check_field(record: SamplerRecord, name: str, precise: bool) -> None:
+def _check_field(record: Record, name: str, precise: bool) -> None:
     """One value per token, None, on the tokens' device; floating fields in fp32 or fp64."""
     given = getattr(record, name)
     if given is None:
@@ -117,7 +146,7 @@ def _check_field(record: SamplerRecord, name: str, precise: bool) -> None:
     )
 
 
-def _check_candidate_lengths(record: SamplerRecord) -> None:
+def _check_candidate_lengths(record: Record) -> None:
     candidates = record.candidates
     assert candidates is not None
     rows = (candidates.offsets.numel() - 1, candidates.complete.numel())
@@ -136,7 +165,7 @@ def _check_candidate_lengths(record: SamplerRecord) -> None:
 
 
 def check_record(
-    record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None, sequence_ids: Tensor | None
+    record: Record, vocab_size: int | None, loss_mask: Tensor | None, sequence_ids: Tensor | None
 ) -> None:
     """Run every check and raise `RecordError` for the first that fails: `check_lengths`, then `check_values`."""
     check_lengths(record)
@@ -144,7 +173,7 @@ def check_record(
 
 
 def check_values(
-    record: SamplerRecord,
+    record: Record,
     vocab_size: int | None,
     loss_mask: Tensor | None,
     sequence_ids: Tensor | None,
@@ -169,7 +198,7 @@ def check_values(
         end = max(begin + 1, int(torch.searchsorted(candidates.offsets, reach, right=True)) - 1)
         own = [None if field is None else field[begin:end] for field in (loss_mask, sequence_ids)]
         try:
-            raise_failed(_checks(_piece(record, begin, end), vocab_size, own[0]), own[1])
+            raise_failed(_checks(record.narrow(slice(begin, end)), vocab_size, own[0]), own[1])
         except RecordError as error:
             assert error.token is not None, "every check of values names its token"
             raise error.at(token=error.token + begin) from None
@@ -178,23 +207,7 @@ def check_values(
         raise_failed(list(also), sequence_ids)
 
 
-def _piece(record: SamplerRecord, begin: int, end: int) -> SamplerRecord:
-    """Tokens ``[begin, end)`` as views; ``SamplerRecord.select`` would copy them."""
-    part, candidates = slice(begin, end), record.candidates
-    assert candidates is not None
-    fields = {name: getattr(record, name) for name in _PER_TOKEN}
-    own = slice(int(candidates.offsets[begin]), int(candidates.offsets[end]))
-    rows = CandidateSet(
-        candidates.ids[own],
-        None if candidates.logprobs is None else candidates.logprobs[own],
-        candidates.offsets[begin : end + 1] - own.start,
-        candidates.complete[part],
-    )
-    cut: dict[str, Any] = {name: value[part] for name, value in fields.items() if isinstance(value, Tensor)}
-    return replace(record, candidates=rows, **cut)
-
-
-def _checks(record: SamplerRecord, vocab_size: int | None, loss_mask: Tensor | None) -> list[Check]:
+def _checks(record: Record, vocab_size: int | None, loss_mask: Tensor | None) -> list[Check]:
     trained = as_mask(loss_mask, record.tokens)
     checks = _mask_checks(loss_mask) + _token_checks(record, vocab_size, trained)
     if record.candidates is not None:
@@ -231,10 +244,18 @@ def _mask_checks(loss_mask: Tensor | None) -> list[Check]:
     if loss_mask is None or loss_mask.dtype == torch.bool:
         return []
     bad = (loss_mask != 0) & (loss_mask != 1)
-    return [Check(bad, "loss_mask", loss_mask, "loss_mask must be bool, 0 or 1", "Weights belong elsewhere.")]
+    return [
+        Check(
+            bad,
+            "loss_mask",
+            loss_mask,
+            "loss_mask must be bool, 0 or 1",
+            "Multiply per-token weights into advantages; loss_mask holds 0 and 1.",
+        )
+    ]
 
 
-def _token_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
+def _token_checks(record: Record, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
     tokens = record.tokens
     outside, problem = _outside_vocabulary(tokens, vocab_size)
     checks = [Check(outside, "tokens", tokens, "token " + problem, "Mask padding out of the loss.")]
@@ -258,7 +279,7 @@ def _token_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor
     if isinstance(temperature, Tensor):
         bad = ~((temperature > 0) & temperature.isfinite())
         problem = "temperature must be positive and finite"
-        checks.append(Check(bad, "temperature", temperature, problem, "Greedy decoding has no q."))
+        checks.append(Check(bad, "temperature", temperature, problem, _NO_GREEDY))
     if record.group is not None:
         bad = record.group < 0
         if record.group_names:
@@ -285,7 +306,7 @@ def _only(check: Check, trained: Tensor) -> Check:
     return Check(check.bad & where, check.field, check.values, check.problem, check.remedy, check.rows)
 
 
-def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
+def _candidate_checks(record: Record, vocab_size: int | None, trained: Tensor | None) -> list[Check]:
     candidates = record.candidates
     assert candidates is not None
     ids, complete, nnz = candidates.ids, candidates.complete, candidates.ids.numel()
@@ -313,6 +334,8 @@ def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Te
     ]
     if candidates.logprobs is not None:
         checks += _logprob_checks(record, offsets, rows, is_token)
+        if record.logprobs is not None:
+            checks += _outside_head_checks(record, offsets, ~complete & ~present)
     elif record.logprobs is not None:
         alone = complete & (offsets.diff() == 1) & (record.logprobs < -COMPLETE_MASS_OFF_ONE)
         problem = "the only id of a complete set has a log-prob below 0"
@@ -323,14 +346,14 @@ def _candidate_checks(record: SamplerRecord, vocab_size: int | None, trained: Te
     return structure + checks
 
 
-def _logprob_checks(record: SamplerRecord, offsets: Tensor, rows: Tensor, is_token: Tensor) -> list[Check]:
+def _logprob_checks(record: Record, offsets: Tensor, rows: Tensor, is_token: Tensor) -> list[Check]:
     candidates = record.candidates
     assert candidates is not None and candidates.logprobs is not None
     logq, complete = candidates.logprobs, candidates.complete
     remedy = "Record log q: after temperature and filters, in float32."
     bad = ~(logq <= LOGPROB_ABOVE_ZERO)
     checks = [Check(bad, "candidates.logprobs", logq, "candidate log-prob is NaN or above 0", remedy, rows)]
-    mass = segment_sum(logq.exp().double(), offsets)
+    mass = row_mass(logq, offsets)
     head = ~complete & (mass > 1.0 + HEAD_MASS_ABOVE_ONE)
     problem = "the head's probabilities sum to more than 1"
     checks.append(
@@ -353,13 +376,35 @@ def _logprob_checks(record: SamplerRecord, offsets: Tensor, rows: Tensor, is_tok
     return checks
 
 
+def _outside_head_checks(record: Record, offsets: Tensor, outside: Tensor) -> list[Check]:
+    """A sampled token ``outside`` its head is one of the tail: no likelier than the head's least entry, and head
+    and token together have no more than all of the mass."""
+    candidates, logprobs = record.candidates, record.logprobs
+    assert candidates is not None and candidates.logprobs is not None and logprobs is not None
+    outside = outside & (offsets.diff() > 0)
+    total = row_mass(candidates.logprobs, offsets) + logprobs.double().exp()
+    above = outside & (total > 1.0 + HEAD_MASS_ABOVE_ONE)
+    problem = "the sampled token is outside its head, and their probabilities sum to more than 1"
+    remedy = "Head and log-prob are of different tokens, requests or settings: record both from one answer."
+    mass = Check(above, "candidates.logprobs", total, problem, remedy)
+    logq = candidates.logprobs
+    least = -segment_max(
+        torch.where(logq == -torch.inf, logq, -logq), offsets
+    )  # an impossible entry is no measure
+    rtol, atol = SAME_VALUE
+    likelier = outside & (logprobs > least.to(logprobs.dtype) + atol + rtol * least.abs().to(logprobs.dtype))
+    problem = "the sampled token is outside its head, and likelier than the head's least entry"
+    remedy = "A head holds the sampler's likeliest ids, from the same answer as the log-prob."
+    return [Check(likelier, "logprobs", logprobs, problem, remedy), mass]
+
+
 def _safe_offsets(offsets: Tensor, nnz: int) -> tuple[Tensor, list[Check]]:
     """Offsets that no later operation can stumble over, and the checks that say whether they were changed."""
     safe = offsets.clamp(0, nnz).cummax(0).values
     safe[:1].fill_(0)
     safe[-1:].fill_(nnz)
     remedy = "Offsets start at 0, never fall, and end at the number of ids."
-    # T + 1 offsets: what is wrong with the last one is said of the last token
+    # there are T + 1 offsets: a fault of the last one is reported at the last token
     tokens = torch.arange(offsets.numel(), device=offsets.device).clamp(max=max(offsets.numel() - 2, 0))
     return safe, [
         Check(offsets != safe, "candidates.offsets", offsets, "offsets are not CSR", remedy, tokens)

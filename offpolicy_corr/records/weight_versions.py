@@ -1,15 +1,16 @@
-"""Weight versions: the engines' spans over output tokens, as one integer per token."""
+"""Records: weight versions, the engines' spans over output tokens as one integer per token, and which are fresh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import RecordError
+from .record import SamplerRecord
+from .validation import as_mask
 
 UNDECLARED = "default"  # what both engines report until somebody names a version
 Span = tuple[str, int, int]
@@ -76,25 +77,54 @@ def _is_numeral(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19 and str(int(text)) == text
 
 
-def versions_of_calls(
-    versions: Sequence[str], lengths: Sequence[int]
-) -> tuple[Tensor, tuple[str, ...] | None]:
-    """One version string per engine call (how Miles, slime and vime carry them) as one integer per token.
+def fresh_tokens(
+    record: SamplerRecord, current_version: int, max_lag: int, loss_mask: Tensor | None = None
+) -> Tensor:
+    """Tokens drawn by weights at most ``max_lag`` versions behind ``current_version``: bool ``[T]``.
+
+    AND it into the loss mask to drop only the stale tokens of a partial rollout, whose first part older weights drew
+    (`guards.staleness` drops the whole sequence). Under a centered loss nothing else is needed: which tokens are fresh
+    does not depend on what they are.
 
     Args:
-        versions: one string a call.
-        lengths: tokens that each call sampled.
+        loss_mask: bool or {0, 1} ``[T]``; tokens that are not trained may have any version and give False.
 
     Raises:
-        RecordError: fewer or more strings than calls; a scalar cannot be spread over calls that it does not
-            name.
+        RecordError: the record has no weight versions, or names in place of numbers; a trained token's version is
+            undeclared (−1) or ahead of the current one.
     """
-    if len(versions) != len(lengths):
-        remedy = "Record one version a call, or the engine's per-token spans: staleness per token needs them."
-        problem = f"{len(versions)} version strings for {len(lengths)} calls"
-        raise RecordError(problem, field="weight_versions", value=list(versions)[:4], remedy=remedy)
-    ends = list(accumulate(lengths))
-    spans = [(v, end - n, end) for v, end, n in zip(versions, ends, lengths, strict=True) if n]
-    tensor, names = versions_from_spans(spans, sum(lengths))
-    assert tensor is not None
-    return tensor, names
+    if max_lag < 0:
+        raise ValueError(f"max_lag must be >= 0, got {max_lag}")
+    lag = lag_of(record, current_version, loss_mask)
+    trained = as_mask(loss_mask, record.tokens)
+    fresh = lag <= max_lag
+    return fresh if trained is None else fresh & trained
+
+
+def lag_of(record: SamplerRecord, current_version: int, loss_mask: Tensor | None) -> Tensor:
+    """current version − weight version of every token, int64 ``[T]``, checked where tokens are trained.
+
+    Raises:
+        RecordError: as `fresh_tokens`.
+    """
+    versions = record.weight_version
+    if versions is None:
+        remedy = "Stamp every token with the version of the weights that drew it."
+        raise RecordError("staleness needs weight versions", field="weight_version", remedy=remedy)
+    if record.version_names is not None:
+        remedy = "Number the versions in the order of the trainer's updates, without version_names."
+        raise RecordError("staleness cannot count named versions", field="version_names", remedy=remedy)
+    lag = current_version - versions
+    trained = as_mask(loss_mask, versions, check=True)
+    bad = (versions < 0) | (lag < 0)
+    bad = bad if trained is None else bad & trained
+    if bool(bad.any()):
+        token = int(bad.nonzero()[0, 0])
+        raise RecordError(
+            "weight version is undeclared or ahead of the current one",
+            token=token,
+            field="weight_version",
+            value=int(versions[token]),
+            remedy=f"Versions must lie in [0, {current_version}].",
+        )
+    return lag
