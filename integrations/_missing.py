@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offpolicy_corr.records.inspection import RecordWarning, unwitnessed_zero_runs
+from offpolicy_corr.records.errors import RecordWarning
 from offpolicy_corr.records.missing import is_missing
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from offpolicy_corr.records.validation import SAME_VALUE
+from offpolicy_corr.records.zero_runs import unsupported_zero_runs
 
 from ._answer import Answer, ReadOptions, Rows
 from ._arrays import fail, offsets_of
@@ -83,10 +84,10 @@ def suspected_zeros(
     """
     mask = torch.from_numpy(given)
     each = torch.arange(len(given))  # a sample per token: every zero stands at its sample's end
-    unsupported: NDArray[np.bool_] = unwitnessed_zero_runs(record, mask, sequence_ids=each, run=1).numpy()
+    unsupported: NDArray[np.bool_] = unsupported_zero_runs(record, mask, sequence_ids=each, run=1).numpy()
     if not unsupported.any():
         return unsupported
-    found: NDArray[np.bool_] = unwitnessed_zero_runs(record, mask, run=2 if answer.truncated else 1).numpy()
+    found: NDArray[np.bool_] = unsupported_zero_runs(record, mask, run=2 if answer.truncated else 1).numpy()
     inside = unsupported & ~found
     values = answer.logprobs
     nearly_certain = int((given & (values < 0) & (values > NEARLY_CERTAIN)).sum())

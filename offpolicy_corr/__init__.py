@@ -10,8 +10,7 @@ from .logprobs import selected_logprobs
 from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
 from .records.assembly import assemble, pack
 from .records.candidates import CandidateSet
-from .records.errors import RecordError
-from .records.inspection import RecordWarning
+from .records.errors import RecordError, RecordWarning
 from .records.record import SamplerRecord, missing_tokens
 from .records.requests import request_parameters
 from .records.sampler_spec import SamplerSpec

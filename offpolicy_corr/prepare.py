@@ -14,8 +14,7 @@ from .correction import Correction
 from .kl import KL_ESTIMATORS
 from .loss_inputs import LossConfig, LossInputs, LossProblem, VocabShard
 from .numerics import in_band
-from .records.errors import RecordError
-from .records.inspection import RecordWarning
+from .records.errors import RecordError, RecordWarning
 from .records.record import SamplerRecord
 from .records.validation import (
     LOGPROB_ABOVE_ZERO,

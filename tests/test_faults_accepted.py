@@ -16,7 +16,8 @@ import offpolicy_corr as oc
 from answers import HEAD, PLAIN, SLIME, SUPPORT, log
 from faults import generate, record, support, turns
 from offpolicy_corr.records.assembly import assemble, group_advantages
-from offpolicy_corr.records.inspection import RecordWarning, find_unwitnessed_zeros, inspect
+from offpolicy_corr.records.errors import RecordWarning
+from offpolicy_corr.records.inspection import find_unsupported_zeros, inspect
 from offpolicy_corr.records.record import missing_tokens
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 from offpolicy_corr.records.weight_versions import versions_from_spans
@@ -240,6 +241,6 @@ def test_71_constant_rewards_give_no_advantage(dtype: torch.dtype) -> None:
 def test_zero_run_is_found_per_sample() -> None:
     ours = record([1, 2, 3, 4, 5, 6], [-0.1, 0.0, 0.0, -0.2, 0.0, 0.0])
     samples = torch.tensor([0, 0, 0, 1, 1, 1])
-    found = find_unwitnessed_zeros(ours, None, samples)
+    found = find_unsupported_zeros(ours, None, samples)
     assert [(f.value) for f in found] == [2.0, 2.0]
-    assert not find_unwitnessed_zeros(ours, torch.tensor([1, 1, 0, 1, 1, 0]), samples)
+    assert not find_unsupported_zeros(ours, torch.tensor([1, 1, 0, 1, 1, 0]), samples)

@@ -35,7 +35,7 @@ from answers import (
     vllm_flat,
     vllm_generate,
 )
-from offpolicy_corr.records.inspection import RecordWarning
+from offpolicy_corr.records.errors import RecordWarning
 
 CASES = int(os.environ.get("READER_FUZZ_CASES", "100"))
 many = settings(max_examples=CASES, deadline=10_000, suppress_health_check=list(HealthCheck))

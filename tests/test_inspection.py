@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import offpolicy_corr as oc
-from offpolicy_corr.records.inspection import RecordWarning, Thresholds, find_unwitnessed_zeros, inspect
+from offpolicy_corr.records.errors import RecordWarning
+from offpolicy_corr.records.findings import Thresholds
+from offpolicy_corr.records.inspection import find_unsupported_zeros, inspect
 
 COUNT = 600
 
@@ -126,7 +128,91 @@ def test_the_report_prints_a_line_for_every_group_and_finding() -> None:
 def test_samples_that_end_in_zeros_are_each_named() -> None:
     logq = torch.tensor([-1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, -1.0])
     record, samples = fleet(logq), torch.tensor([7, 7, 7, 3, 3, 9, 9, 9, 5])
-    found = find_unwitnessed_zeros(record, None, samples)
+    found = find_unsupported_zeros(record, None, samples)
     assert [(finding.value, finding.group) for finding in found] == [(2.0, "c"), (3.0, "b")]
     assert found[0].message.startswith("sample 7 ends in 2 ") and "sample 9 ends in 3 " in found[1].message
-    assert find_unwitnessed_zeros(record) == []
+    assert find_unsupported_zeros(record) == []
+
+
+def batch(
+    rows: int, length: int, seed: int, noise: float = 0.01, certain: float = 0.0
+) -> tuple[torch.Tensor, ...]:
+    """(log q, log p, sequence ids) of ``rows`` samples; a share ``certain`` of positions leaves nothing to choose."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.where(torch.rand(rows * length, generator=generator) < certain, 40.0, 2.0)
+    logits = torch.randn(rows * length, 30, generator=generator) * scale[:, None]
+    logq = logits.log_softmax(1)
+    token = torch.multinomial(logq.exp(), 1, generator=generator)
+    heavy = torch.distributions.StudentT(3.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        logp = (logits + noise * heavy.sample(logits.shape)).log_softmax(1)
+    own = [values.gather(1, token).squeeze(1) for values in (logq, logp)]
+    return own[0], own[1], torch.arange(rows).repeat_interleave(length)
+
+
+def test_four_wild_tokens_of_4096_are_found_and_the_first_is_named() -> None:
+    logq, logp, ids = batch(64, 64, 0)
+    logp[-4:], logq[-4:] = -0.01, -14.0
+    record = oc.SamplerRecord(torch.arange(4096), logq)
+    report = inspect(record, None, ids, logp, on_finding="ignore")
+    wild = [finding for finding in report.findings if finding.kind == "wild_ratio"]
+    assert len(wild) == 1 and wild[0].value == 4 and wild[0].sample == 63
+    assert "4 of 4096 tokens have p/q above e^14.0" in wild[0].message
+    one = logp.clone()
+    one[:] = logq
+    one[7], logq[7] = -0.01, -30.0  # a single one, if it is impossible enough
+    assert ("wild_ratio", "all") in kinds(oc.SamplerRecord(torch.arange(4096), logq), one, sequence_ids=ids)
+
+
+@pytest.mark.parametrize("shift", [1, -1, 2, 3, -3])
+@pytest.mark.parametrize("certain", [0.0, 0.7])
+def test_one_shifted_row_of_64_is_named_with_its_shift(shift: int, certain: float) -> None:
+    logq, logp, ids = batch(64, 128, 1, certain=certain)
+    logq[ids == 17] = logq[ids == 17].roll(shift)
+    report = inspect(oc.SamplerRecord(torch.arange(len(ids)), logq), None, ids, logp, on_finding="ignore")
+    lag = [finding for finding in report.findings if finding.kind == "lag"]
+    assert [(finding.value, finding.sample) for finding in lag] == [(shift, 17)]
+    steps = "one" if abs(shift) == 1 else f"{abs(shift)} tokens"
+    assert "in sample 17 log q" in lag[0].message and f"shifted by {steps}" in lag[0].message
+
+
+def test_half_the_rows_shifted_are_one_finding_that_counts_them() -> None:
+    logq, logp, ids = batch(16, 128, 2, certain=0.7)
+    for sample in range(8):
+        logq[ids == sample] = logq[ids == sample].roll(1)
+    with pytest.raises(
+        oc.RecordError, match="in sample 0 and 7 more log q fits the previous token"
+    ) as caught:
+        inspect(oc.SamplerRecord(torch.arange(len(ids)), logq), None, ids, logp, on_finding="raise")
+    assert caught.value.sample == 0 and caught.value.field == "lag"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.93, 0.6])
+def test_a_grid_that_most_values_lie_on_is_found_and_certain_tokens_are_no_grid(share: float) -> None:
+    logq, _, _ = batch(8, 128, 3)
+    on_grid = torch.rand(len(logq), generator=torch.Generator().manual_seed(0)) < share
+    rounded = torch.where(on_grid, logq.bfloat16().float(), logq)
+    assert ("quantized", "all") in kinds(oc.SamplerRecord(torch.arange(len(logq)), rounded))
+    certain = torch.where(on_grid, -(2.0**-22), logq)  # an ulp of a softmax near 1, exact in every format
+    assert ("quantized", "all") not in kinds(oc.SamplerRecord(torch.arange(len(logq)), certain))
+
+
+def test_one_sample_scored_by_other_weights_is_named() -> None:
+    logq, logp, ids = batch(32, 64, 4)
+    generator = torch.Generator().manual_seed(5)
+    logp[ids == 9] -= 0.6 * torch.rand(64, generator=generator)
+    report = inspect(oc.SamplerRecord(torch.arange(len(ids)), logq), None, ids, logp, on_finding="ignore")
+    found = [finding for finding in report.findings if finding.kind == "outlying_sample"]
+    assert [finding.sample for finding in found] == [9]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+@pytest.mark.parametrize("certain", [0.0, 0.7, 0.95])
+def test_honest_batches_of_heavy_tailed_noise_stay_silent(noise: float, certain: float) -> None:
+    for seed in range(10, 40):
+        logq, logp, ids = batch(16, 64, seed, noise, certain)
+        record = oc.SamplerRecord(torch.arange(len(ids)), logq)
+        report = inspect(record, None, ids, logp, Thresholds(gate=1.0), on_finding="ignore")
+        found = [finding for finding in report.findings if finding.kind != "unsupported_zeros"]
+        assert found == [], (seed, found)

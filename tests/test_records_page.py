@@ -25,6 +25,9 @@ SAID = {
     "mean_ratio: group b200-nvfp4",
     "1 1",
     "['h100-fp8', 'b200-nvfp4']",
+    "3 [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]",
+    "[-1, -1, 41, 41, 42]",
+    "[False, False, False, False, True]",
     "['rollout_log_probs', 'rollout_topk_token_ids', 'rollout_topk_log_probs']",
 }
 
@@ -35,4 +38,4 @@ def test_the_pages_code_runs_in_order(capsys: pytest.CaptureFixture[str]) -> Non
         exec(compile(block, "docs/records.md", "exec"), names)
     printed = capsys.readouterr().out
     assert len(BLOCKS) > 8 and {said for said in SAID if said not in printed} == set()
-    assert names["record"].tokens.tolist() == names["batch"].record.tokens.tolist()
+    assert names["again"].record.tokens.tolist() == names["batch"].record.tokens.tolist()

@@ -1,10 +1,14 @@
-"""Records: the error that refuses a bad record."""
+"""Records: the error that refuses a bad record, and the warning about a suspicious one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+class RecordWarning(UserWarning):
+    """A record looks wrong in a way that only its statistics show."""
 
 
 class RecordError(ValueError):
