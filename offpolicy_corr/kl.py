@@ -1,4 +1,4 @@
-"""Mathematics: estimators of a KL divergence from one sampled token.
+"""Arithmetic: estimators of a KL divergence from one sampled token.
 
 For a token drawn from a, KL(a‖b) is estimated from d = log a − log b: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d. Source:
 J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html. ``low_var_kl`` is k3 as RL
