@@ -98,14 +98,14 @@ def test_broken_logits_are_named_by_their_response_token() -> None:
 
 def test_candidates_of_masked_tokens_stay_behind() -> None:
     from offpolicy_corr.integrations.miles.candidates import read_candidates
-    from offpolicy_corr.integrations.miles.layout import Layout
+    from offpolicy_corr.integrations.miles.layout import row_layout
 
     problem = double.make_problem(seed=2)
     args, state = double.plain("sc+mis", **MASKED_SUPPORT), double.single()
     batch = double.make_batch(problem, args, state, "supports")
-    layout = Layout.of(args, batch, double.local_logits(problem, problem.logits, args, state), 0, 1)
+    layout = row_layout(args, batch, double.local_logits(problem, problem.logits, args, state), 0, 1)
     mask = torch.cat(problem.masks).bool()
-    found = read_candidates(batch, layout, layout.held(), mask, "supports", True)
+    found = read_candidates(batch, layout, layout.row_tokens, mask, "supports", True)
     assert found is not None
     counts = torch.cat([torch.from_numpy(offsets).diff() for offsets in problem.support_offsets])
     assert torch.equal(found.offsets.diff(), torch.where(mask, counts, 0))

@@ -14,7 +14,8 @@ import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss, transport
 from offpolicy_corr.integrations.miles.host import UnknownVersion
-from offpolicy_corr.integrations.miles.versions import lags
+from offpolicy_corr.integrations.miles.sampler_lag import sampler_lags
+from offpolicy_corr.integrations.miles.step_tokens import count_step_tokens
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -318,7 +319,7 @@ def test_a_token_drawn_at_another_temperature_is_refused() -> None:
 
 def test_step_tokens_follow_miles_cut_into_steps() -> None:
     masks = [[1] * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)]
-    tokens = transport.step_tokens(masks, [[8, 0, 2, 4], [1, 3, 5, 7]], 4)
+    tokens = count_step_tokens(masks, [[8, 0, 2, 4], [1, 3, 5, 7]], 4)
     assert [int(count[0]) for count in tokens] == [16, 16, 22, 16, 22, 22, 0, 22, 16]
 
 

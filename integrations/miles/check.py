@@ -16,7 +16,6 @@ from typing import Any
 
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.requests import RequestParameters, request_parameters
-from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 from .host import torch_native
 from .options import (
@@ -31,6 +30,7 @@ from .options import (
     refusals,
     tis_refusals,
 )
+from .sampling import spec_of_kind
 from .settings import Settings, SettingsError
 
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
@@ -167,7 +167,7 @@ def needs(args: Any, settings: Settings) -> list[str]:
     """What must be set so that the samplers record all that the correction uses."""
     kind = settings.kind_of_candidates(filters(args)) if _uses_loss(args) else "none"
     count = int(getattr(args, "rollout_top_logprobs_num", 0) or 128)
-    sampling = sampler_of(args, kind)
+    sampling = spec_of_kind(args, kind)
     request = request_parameters(sampling, settings.correction, num_candidates=count)
     center = "score centering, " if settings.correction.center else ""
     lines = [
@@ -179,18 +179,6 @@ def needs(args: Any, settings: Settings) -> list[str]:
     lines += ["SGLang request fields (beside sampling_params):", *_fields(request)]
     lines += ["Miles:", *(f"  {option}" for option in _miles_options(args, settings, kind, count))]
     return lines
-
-
-def sampler_of(args: Any, kind: str) -> SamplerSpec:
-    """What Miles' samplers are, as far as its options say."""
-    top_k = int(number_of(args, "rollout_top_k", -1))
-    return SamplerSpec(
-        engine="sglang",
-        logprobs="support" if kind == "supports" else "temperature",
-        temperature=number_of(args, "rollout_temperature", 1.0),
-        top_p=number_of(args, "rollout_top_p", 1.0),
-        top_k=top_k if top_k > 0 else None,
-    )
 
 
 def _fields(request: RequestParameters) -> list[str]:
