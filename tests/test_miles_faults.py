@@ -10,6 +10,7 @@ import math
 import re
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,7 +122,9 @@ def test_6_the_loss_of_a_fully_masked_sample_is_nothing() -> (
     assert float(loss.detach()) == pytest.approx(float(want), rel=1e-6)
 
 
-def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens() -> None:  # miles 3231
+def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens(  # miles 3231
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of a torch-native trainer, which averages over ranks and drops the token count: 18 tokens, not 2/18."""
     args = double.plain("none", calculate_per_token_loss=True, train_backend="fsdp", global_batch_size=4)
     ranks = [double.make_problem(seed=s, prompts=(2, 3), responses=r) for s, r in enumerate(((4, 5), (6, 3)))]
@@ -132,6 +135,8 @@ def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens() -> None:
     assert [int(count[0]) for count in tokens] == [18] * 4
     state = replace(double.single(), intra_dp=double.Dimension(0, 2))
     double.install(state)
+    if not double.MILES_SRC:
+        double.install_trainer(monkeypatch, tmp_path)
     for rank, problem in enumerate(ranks):
         leaves = double.make_leaves(problem)
         batch = double.make_batch(problem, args, state, "none")

@@ -14,8 +14,6 @@ import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss, transport
 from offpolicy_corr.integrations.miles.host import UnknownVersion
-from offpolicy_corr.integrations.miles.sampler_lag import sampler_lags
-from offpolicy_corr.integrations.miles.step_tokens import count_step_tokens
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -317,12 +315,6 @@ def test_a_token_drawn_at_another_temperature_is_refused() -> None:
     assert (caught.value.sample, caught.value.token) == (1, 8)
 
 
-def test_step_tokens_follow_miles_cut_into_steps() -> None:
-    masks = [[1] * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)]
-    tokens = count_step_tokens(masks, [[8, 0, 2, 4], [1, 3, 5, 7]], 4)
-    assert [int(count[0]) for count in tokens] == [16, 16, 22, 16, 22, 22, 0, 22, 16]
-
-
 def test_the_step_s_tokens_travel_for_torch_native_trainers_alone() -> None:
     problem = double.make_problem()
     for backend, found in (("fsdp", True), ("megatron", False)):
@@ -457,31 +449,3 @@ def test_options_that_withhold_metadata_are_refused() -> None:
     args.use_dynamic_global_batch_size = True
     with pytest.raises(ValueError, match="use_dynamic_global_batch_size"):
         transport.convert_samples(args, samples_of(double.make_problem()))
-
-
-def version_sample(versions: Any, mask: list[int]) -> Any:
-    return SimpleNamespace(
-        tokens=[0] * (2 + len(mask)), response_length=len(mask), loss_mask=mask, weight_versions=versions
-    )
-
-
-def test_lags_of_calls_and_of_spans() -> None:
-    spans = [{"version": "5", "abs_start": 2, "abs_end": 4}, {"version": "6", "abs_start": 5, "abs_end": 6}]
-    samples = [
-        version_sample(["3", "5"], [1, 1, 0, 1]),
-        version_sample([SimpleNamespace(spans=spans)], [1, 1, 0, 1]),
-        version_sample(["default"], [1]),
-        version_sample([], [1]),
-    ]
-    assert [lag.tolist() for lag in lags(samples)] == [[3, 3, -1, 1], [1, 1, -1, 0], [-1], [-1]]
-
-
-@pytest.mark.parametrize("versions", [["3", "4"], ["3", "4", "5"]])
-def test_calls_that_cannot_be_told_apart_are_refused(versions: list[str]) -> None:
-    with pytest.raises(oc.RecordError, match="cannot be told"):
-        lags([version_sample(versions, [1, 1, 1])])
-
-
-def test_opaque_versions_are_refused() -> None:
-    with pytest.raises(oc.RecordError, match="no number"):
-        lags([version_sample(["step-3"], [1])])
