@@ -275,7 +275,9 @@ def test_15_padded_samples_are_cut_by_their_padded_length() -> None:  # miles 73
     assert packed.position.tolist() == [0]
     for allgather in (False, True):  # rows that no rank holds would be lost in silence
         with pytest.raises(ValueError, match="do not fit"):
-            row_layout(Namespace(qkv_format="bshd", allgather_cp=allgather), batch, torch.zeros(1, 1, 2), 0, 2)
+            row_layout(
+                Namespace(qkv_format="bshd", allgather_cp=allgather), batch, torch.zeros(1, 1, 2), 0, 2
+            )
 
 
 def test_17_a_support_without_its_token_is_not_repaired() -> None:  # sglang 36630, slime 2102
@@ -402,7 +404,7 @@ def test_24_inputs_are_bit_identical_after_the_call() -> None:  # slime 2114
     "own",
     [
         {},
-        {"guards": {"geometric_mean": {"low": 0.5, "high": 2.0}, "staleness": {"max_lag": 1}}},
+        {"guards": {"geometric_mean": {"low": 0.5, "high": 2.0}, "behind_newest_sampler": {"max_lag": 1}}},
         {"correction": "mis", "denominator": "kept"},
     ],
     ids=["plain", "guards", "kept"],

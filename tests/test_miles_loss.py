@@ -226,7 +226,7 @@ def test_metrics_are_the_core_s_means() -> None:
 
 
 def test_k3_of_a_tiny_mismatch_is_positive_and_right() -> None:
-    """At |log r| of 1e-4 ratio − 1 − log r in fp32 is off by a quarter on average and negative in half of the tokens."""
+    """At |log r| of 1e-4, ratio − 1 − log r in fp32 is off by a quarter in the mean and often negative."""
     log_ratio = 1e-4 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
     exact = torch.expm1(log_ratio.double()) - log_ratio.double()
     naive = log_ratio.exp() - 1.0 - log_ratio

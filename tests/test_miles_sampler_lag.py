@@ -12,7 +12,7 @@ from offpolicy_corr.integrations.miles.sampler_lag import sampler_lags
 
 import offpolicy_corr as oc
 
-GUARD = {"guards": {"staleness": {"max_lag": 2}}}
+GUARD = {"guards": {"behind_newest_sampler": {"max_lag": 2}}}
 
 
 def sample_of(versions: Any, mask: list[int] | None, **more: Any) -> Any:
@@ -43,7 +43,7 @@ def test_spans_give_every_token_its_own_version() -> None:
 
 
 def test_of_several_calls_without_spans_the_oldest_stands_for_all_tokens() -> None:
-    """The mask's holes are not the calls' borders: read as runs of the mask, 2 of these 6 tokens had a wrong version."""
+    """Holes in the mask are no borders of calls: read as its runs, 2 of these 6 tokens had a wrong version."""
     truth = [{"version": "5", "abs_start": 2, "abs_end": 6}, {"version": "6", "abs_start": 6, "abs_end": 8}]
     mask = [1, 1, 0, 1, 1, 1]  # the hole lies inside the first call, which drew four tokens
     assert lags(sample_of([SimpleNamespace(spans=truth)], mask)) == [[1, 1, -1, 1, 0, 0]]

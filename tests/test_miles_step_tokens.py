@@ -55,7 +55,9 @@ def loss_of_17_tokens() -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Te
     return loss, leaves, [gradient / 17 for gradient in gradients]
 
 
-def test_a_trainer_that_drops_the_count_gets_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_drops_the_count_gets_the_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install_trainer(monkeypatch, tmp_path)
     loss, leaves, want = loss_of_17_tokens()
     loss.backward()

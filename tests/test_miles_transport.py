@@ -129,7 +129,7 @@ def converter_args(**own: Any) -> Namespace:
 
 def test_candidates_groups_and_lags_reach_the_loss() -> None:
     problem = double.make_problem()
-    own = {"groups": ["b200", "h100"], "guards": {"staleness": {"max_lag": 1}}}
+    own = {"groups": ["b200", "h100"], "guards": {"behind_newest_sampler": {"max_lag": 1}}}
     args = converter_args(**own)
     data = transport.convert_samples(args, samples_of(problem))
     data["total_lengths"] = problem.totals
@@ -432,6 +432,21 @@ def test_attaching_clears_an_earlier_attempt() -> None:
     with pytest.raises(oc.RecordError, match="tokens disagree") as caught:
         transport.attach(sample, record.select(torch.arange(len(record)).flip(0)))
     assert caught.value.token is not None
+
+
+def test_a_record_left_over_from_before_a_retry_is_refused() -> None:
+    """Of the right length, and none of the new tokens stands in an old head: nothing else would tell."""
+    samples = samples_of(double.make_problem())
+    for sample in samples:
+        sample.rollout_topk_token_ids = sample.rollout_topk_log_probs = None
+        tokens = torch.tensor(sample.tokens[-sample.response_length :])
+        head = oc.CandidateSet.from_topk(tokens[:, None], torch.full((len(tokens), 1), -1.0))
+        transport.attach(sample, oc.SamplerRecord(tokens, torch.full((len(tokens),), -1.0), head))
+    transport.convert_samples(converter_args(), samples)
+    samples[1].tokens = [(t + 1) % 23 for t in samples[1].tokens]  # sampled again, the record stayed
+    with pytest.raises(oc.RecordError, match="of other tokens") as caught:
+        transport.convert_samples(converter_args(), samples)
+    assert caught.value.sample == 1
 
 
 def test_unknown_groups_are_refused() -> None:

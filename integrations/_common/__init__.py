@@ -1,1 +1,1 @@
-"""Adapter: what the adapters of trainers share: row layouts, ragged slices of candidates, reducers, collectives, errors."""
+"""Adapter: what trainers' adapters share: row layouts, ragged candidate rows, reducers, collectives, errors."""

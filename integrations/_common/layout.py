@@ -54,7 +54,9 @@ class RowLayout:
         for sample, (total, response) in enumerate(zip(self.totals, self.responses, strict=True)):
             if not 0 <= response < total:
                 problem = f"a response of {response} tokens in a sample of {total}"
-                remedy = "The row before the first response token predicts it: keep at least one prompt token."
+                remedy = (
+                    "The row before the first response token predicts it: keep at least one prompt token."
+                )
                 raise RecordError(
                     problem, sample=sample, field="response_lengths", value=response, remedy=remedy
                 )

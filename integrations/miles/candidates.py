@@ -15,11 +15,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from offpolicy_corr.integrations._common.errors import check_row_lengths
 from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
 from offpolicy_corr.integrations._common.ragged import heads_at, scatter_rows, supports_at
+from torch import Tensor
+
 from offpolicy_corr.records.candidates import CandidateSet
 from offpolicy_corr.records.errors import RecordError, within_sample
 

@@ -26,7 +26,6 @@ from .options import (
     environment_refusals,
     filters,
     not_numbers,
-    number_of,
     refusals,
     tis_refusals,
 )
@@ -196,9 +195,9 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
         options.append(f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}")
         if settings.correction.center:
             options += [f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}", _NATIVE]
-    if kind != "none" or settings.groups or settings.guards_staleness():
+    if kind != "none" or settings.groups or settings.guards_sampler_lag():
         options += [
-            "for groups and staleness, for supports on Megatron, and for all candidates on v0.1.0:",
+            "for groups and the sampler lag, for supports on Megatron, and for all candidates on v0.1.0:",
             f"  --custom-convert-samples-to-train-data-path {CONVERTER}",
             f"  --custom-megatron-init-path {TRAINER_HOOK}",
             "  (torch-native trainers: that name as worker_process_setup_hook in Ray's runtime environment)",
@@ -271,8 +270,8 @@ def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
     args = Namespace(**options)
     converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
     found = []
-    if (settings.groups or settings.guards_staleness()) and converter != CONVERTER:
-        what = "groups" if settings.groups else "guards: staleness"
+    if (settings.groups or settings.guards_sampler_lag()) and converter != CONVERTER:
+        what = "groups" if settings.groups else "guards: behind_newest_sampler"
         found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
     if drops_count(args) and _uses_loss(args) and converter != CONVERTER:
         found.append(f"{DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step")

@@ -65,7 +65,10 @@ KEYS: dict[str, tuple[str, str]] = {
         _MASK,
         f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or leave centering out",
     ),
-    LAG_KEY: ("no version carries it", f"name the converter and {_EXTEND}, or leave the staleness guard out"),
+    LAG_KEY: (
+        "no version carries it",
+        f"name the converter and {_EXTEND}, or leave the guard behind_newest_sampler out",
+    ),
     GROUP_KEY: (
         "no version carries it",
         f"name the converter and {_EXTEND}, or leave groups out",

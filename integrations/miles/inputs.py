@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from offpolicy_corr.integrations._common.collectives import all_reduce, raise_together
 from offpolicy_corr.integrations._common.errors import check_row_lengths
 from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
 from offpolicy_corr.integrations._common.reducer import Reducer, reducer_weights
+from torch import Tensor
+
 from offpolicy_corr.numerics import compute_dtype
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
@@ -160,9 +160,9 @@ def _groups(batch: Batch, layout: RowLayout, full_mask: Tensor, settings: Settin
 
 def _lags(batch: Batch, layout: RowLayout, full_mask: Tensor, settings: Settings) -> Tensor | None:
     """Versions behind the newest sampler, int64 over full responses; None where no guard reads them."""
-    if not settings.guards_staleness():
+    if not settings.guards_sampler_lag():
         return None
-    lag = _full_integers(batch, layout, LAG_KEY, "and the staleness guard is configured")
+    lag = _full_integers(batch, layout, LAG_KEY, "and the guard behind_newest_sampler is configured")
     bad = full_mask & (lag < 0)
     if bool(bad.any()):
         remedy = "Samplers must report numbered weight versions; 'default' means that nobody named one."
@@ -184,9 +184,7 @@ def _at_first(
     at = int(bad.nonzero()[0, 0])
     sample = int(layout.samples[at])
     token = at - int(layout.starts[sample])
-    return RecordError(
-        problem, sample=sample, token=token, field=field, value=int(values[at]), remedy=remedy
-    )
+    return RecordError(problem, sample=sample, token=token, field=field, value=int(values[at]), remedy=remedy)
 
 
 def _step_tokens(batch: Batch, count: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from offpolicy_corr.integrations._common.layout import RowLayout
 from torch import Tensor
 
-from offpolicy_corr.integrations._common.layout import RowLayout
 from offpolicy_corr.records.errors import RecordError
 
 from .host import Batch, need

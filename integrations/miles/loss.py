@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from offpolicy_corr.integrations._common.collectives import raise_together
 from offpolicy_corr.integrations._common.errors import in_response, message_in_response
-from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
+from offpolicy_corr.integrations._common.layout import RowLayout
 from offpolicy_corr.integrations._common.ragged import scatter_rows
 from offpolicy_corr.integrations._common.reducer import Reducer
+from torch import Tensor
+
 from offpolicy_corr.loss import policy_loss as core_policy_loss
 from offpolicy_corr.numerics import safe_mul
 from offpolicy_corr.records.errors import RecordError

@@ -51,7 +51,7 @@ class Metrics:
     name them; k3 of KL(sampler‖trainer)), ``kl_loss`` with a reference, and under ``offpolicy_corr/``: ``kl_k1 ratio
     ratio_squared weight kept out_of_band``; with candidates ``centering_term``, with heads ``sampler_head_mass
     trainer_head_mass sampler_tail_mass trainer_tail_mass``, with supports ``support_mass`` (the trainer's own mass of
-    the support); with guards ``sequence_kept``, with the staleness guard ``behind_newest_sampler`` (versions); for every
+    the support); with guards ``sequence_kept``, with that guard ``behind_newest_sampler`` (mean lag); for every
     group ``group/<name>/`` ``tokens kl_k1 kept out_of_band``, its part of the batch's means.
     """
 
@@ -72,7 +72,7 @@ class Metrics:
             settings.kind_of_candidates(filters(args)),
             args.kl_loss_type if use_kl else None,
             bool(settings.guards),
-            settings.guards_staleness(),
+            settings.guards_sampler_lag(),
             settings.groups,
             float(getattr(args, "entropy_coef", 0.0) or 0.0),
             float(getattr(args, "kl_loss_coef", 0.0) or 0.0) if use_kl else 0.0,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from offpolicy_corr.integrations._common.collectives import all_reduce
+from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
 from torch import Tensor
 
 from offpolicy_corr import guards
-from offpolicy_corr.integrations._common.collectives import all_reduce
-from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
 
 from .settings import Settings
 
@@ -50,7 +50,7 @@ def keep_samples(
 
     Args:
         log_ratio: log p − log q of this rank's tokens, ``[C]``; ``advantages`` likewise, for ``off_policy``.
-        full_lag: versions behind the newest sampler, full responses, for ``staleness``.
+        full_lag: versions behind the newest sampler, full responses, for ``behind_newest_sampler``.
     """
     if not settings.guards:
         return None
@@ -61,7 +61,7 @@ def keep_samples(
     keep = torch.ones(len(responses.layout.totals), dtype=torch.bool, device=mask.device)
     for name, bounds in settings.guards:
         values = dict(bounds)
-        if name == "staleness":
+        if name == "behind_newest_sampler":
             assert full_lag is not None
             is_stale = (full_lag.to(mask.device) > values["max_lag"]) & mask
             kept = torch.bincount(sequence[is_stale], minlength=keep.numel()) == 0

@@ -1,7 +1,8 @@
 """Adapter: the division by a step's tokens that Miles' torch-native trainers leave out.
 
 With ``calculate_per_token_loss`` Miles' dispatcher returns a sum over tokens and a token count. Megatron divides by the
-count; torch-native trainers drop it (radixark/miles pull request 3231, open in 2026), so that the gradient grows with the number of tokens.
+count; torch-native trainers drop it, so that the gradient grows with the number of tokens (radixark/miles pull request
+3231, open when this was written).
 The converter ships the count of each optimizer step (`count_step_tokens`), and the loss divides by it.
 
 A Miles that divides by itself would make that a division too many. So what the installed one does is looked up: its
@@ -71,8 +72,8 @@ def _refuse_scaled(gradient: Tensor) -> None:
     factor = float(gradient)
     if factor != 1.0:
         raise UnknownVersion(
-            f"this Miles multiplies a per-token loss by {factor:.6g} itself, as versions do that divide by the tokens of "
-            f"a step. {_REMEDY}"
+            f"this Miles multiplies a per-token loss by {factor:.6g} itself, as a version does that divides by the "
+            f"tokens of a step. {_REMEDY}"
         )
 
 
@@ -89,9 +90,7 @@ def require_dropped_count() -> None:
         )
     for path, drops in steps.items():
         if not drops:
-            raise UnknownVersion(
-                f"this Miles uses the token count of a per-token loss in {path}. {_REMEDY}"
-            )
+            raise UnknownVersion(f"this Miles uses the token count of a per-token loss in {path}. {_REMEDY}")
 
 
 @functools.cache

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from offpolicy_corr.integrations._common.collectives import raise_together
 from offpolicy_corr.integrations._common.errors import check_row_lengths
 from offpolicy_corr.integrations._common.layout import RowLayout
+from torch import Tensor
+
 from offpolicy_corr.records.errors import RecordError
 
 from .host import group_of
@@ -67,7 +67,12 @@ def tis_function(
 
     def read() -> tuple[Responses, Tensor, Tensor]:
         layout = list_layout(
-            args, total_lengths, response_lengths, max_seq_lens, parallel_state.cp.rank, parallel_state.cp.size
+            args,
+            total_lengths,
+            response_lengths,
+            max_seq_lens,
+            parallel_state.cp.rank,
+            parallel_state.cp.size,
         )
         full_mask = _full_mask(loss_masks, layout.responses, device)
         is_trained = full_mask[layout.list_tokens.index(layout).to(device)]

@@ -38,7 +38,8 @@ from .step_tokens import count_step_tokens
 
 KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)
 _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
-_TEMPERATURE = "offpolicy_corr_temperature"  # on samples alone: compared with the run's, never shipped
+# on samples alone: compared with the run's and the sample's own, never shipped
+_TEMPERATURE, _TOKENS = "offpolicy_corr_temperature", "offpolicy_corr_tokens"
 _CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
 
@@ -58,8 +59,8 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         UnknownVersion: Miles' conversion or packing is not the one that is known.
-        RecordError: an array that some samples have and others lack, or of another length than its response; a token
-            that was not drawn at ``rollout_temperature``.
+        RecordError: an array that some samples have and others lack, or of another length than its response; an
+            attached record of other tokens than the sample's; a token that was not drawn at ``rollout_temperature``.
         ValueError: options under which Miles does not tell a converter what it needs.
     """
     for name in ("use_dynamic_global_batch_size", "multi_lora", "delay_split_train_data_by_dp"):
@@ -68,7 +69,9 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
                 f"{name} with the transport extension: Miles does not hand its metadata to a converter"
             )
     extend_rollout()
-    _check_temperature(args, samples)
+    for index, sample in enumerate(samples):
+        _check_tokens(sample, index)
+        _check_temperature(args, sample, index)
     data: dict[str, Any] = _converter()(args, list(samples))
     extra = extra_keys(Settings.of(getattr(args, "offpolicy_corr", None)), samples)
     return {**extra, **data}
@@ -84,7 +87,7 @@ def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any
         found[key] = [_array(value, key, index, samples[index]) for index, value in enumerate(values)]
     if settings.groups:
         found[GROUP_KEY] = [_group(sample, index, settings.groups) for index, sample in enumerate(samples)]
-    if settings.guards_staleness():
+    if settings.guards_sampler_lag():
         found[LAG_KEY] = sampler_lags(samples)
     return found
 
@@ -93,8 +96,8 @@ def declare_newest_version(samples: Sequence[Any], version: int | None) -> None:
     """Say which weights were last published to the samplers when these samples were collected.
 
     For a rollout function of your own, which Miles tells it as ``input.weight_version`` (None before the first
-    update): the staleness guard then counts back from it, instead of from the newest version in the batch. ``samples`` may be nested,
-    as rollout functions return them.
+    update): the guard ``behind_newest_sampler`` then counts back from it, instead of from the newest version in the
+    batch. ``samples`` may be nested, as rollout functions return them.
     """
     for sample in samples:
         if isinstance(sample, (list, tuple)):
@@ -109,7 +112,8 @@ def attach(
     """Put a record of one whole response (see `offpolicy_corr.integrations.sglang`) onto a sample of Miles.
 
     Sets ``rollout_log_probs``, the candidate arrays that the record holds, the group and numbered weight versions;
-    clears what an earlier attempt left. Call it last in a generate function: turns that Miles appends or merges later are not in the record.
+    clears what an earlier attempt left. Call it last in a generate function, after every attempt: turns that Miles
+    appends or merges later are not in the record.
 
     Args:
         sample: ``tokens`` and ``response_length`` are set.
@@ -140,6 +144,7 @@ def attach(
     sample.rollout_log_probs = torch.where(mask, record.logprobs, 0.0).tolist()
     if loss_mask is not None:
         sample.loss_mask = mask.int().tolist()
+    setattr(sample, _TOKENS, record.tokens.cpu().numpy())
     temperature = torch.as_tensor(record.temperature, dtype=torch.float32).expand(response)
     setattr(sample, _TEMPERATURE, torch.where(mask, temperature, torch.nan).numpy())
     if record.candidates is not None and bool(mask.any()):
@@ -307,25 +312,36 @@ def _load(path: str) -> Any:
     return load(path)
 
 
-def _check_temperature(args: Any, samples: Sequence[Any]) -> None:
+def _check_tokens(sample: Any, index: int) -> None:
+    """An attached record must be of the tokens that the sample has now: a retry leaves it behind."""
+    attached = getattr(sample, _TOKENS, None)
+    if attached is None:
+        return
+    tokens = np.asarray(sample.tokens)[len(sample.tokens) - int(sample.response_length) :]
+    if np.array_equal(attached, tokens):
+        return
+    remedy = (
+        "A retry, or a turn that was trimmed or merged, keeps the old record: call attach last, every time."
+    )
+    raise RecordError("the attached record is of other tokens", sample=index, field="tokens", remedy=remedy)
+
+
+def _check_temperature(args: Any, sample: Any, index: int) -> None:
     """Miles scores every token at one temperature."""
-    for index, sample in enumerate(samples):
-        drawn_at = getattr(sample, _TEMPERATURE, None)
-        if drawn_at is None:
-            continue
-        differ = np.abs(drawn_at - args.rollout_temperature) > 1e-6  # NaN, where nobody drew, does not differ
-        if differ.any():
-            token = int(differ.argmax())
-            remedy = f"Ask every engine for --rollout-temperature {args.rollout_temperature}."
-            value = float(drawn_at[token])
-            raise RecordError(
-                "drawn at another temperature",
-                sample=index,
-                token=token,
-                field="temperature",
-                value=value,
-                remedy=remedy,
-            )
+    drawn_at = getattr(sample, _TEMPERATURE, None)
+    if drawn_at is None:
+        return
+    differ = np.abs(drawn_at - args.rollout_temperature) > 1e-6  # NaN, where nobody drew, does not differ
+    if differ.any():
+        token = int(differ.argmax())
+        raise RecordError(
+            "drawn at another temperature",
+            sample=index,
+            token=token,
+            field="temperature",
+            value=float(drawn_at[token]),
+            remedy=f"Ask every engine for --rollout-temperature {args.rollout_temperature}.",
+        )
 
 
 def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any]:
