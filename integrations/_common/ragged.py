@@ -1,6 +1,6 @@
 """Adapter: candidates of some tokens of a response, out of arrays over the whole response.
 
-Rows are chosen first and turned into CSR form after, so that a context-parallel rank pays for its own rows alone.
+Rows are selected first and turned into CSR form after, so that a context-parallel rank pays for its own rows alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def heads_at(ids: Tensor, logprobs: Tensor, index: Tensor) -> CandidateSet:
 
 def supports_at(ids: Tensor, offsets: Tensor, logprobs: Tensor | None, index: Tensor) -> CandidateSet:
     """Supports of the tokens ``index`` (int64) out of a CSR record: ``ids`` ``[nnz]``, ``offsets`` ``[R + 1]``."""
-    position, chosen_offsets = take_rows(offsets, index)
-    chosen_logprobs = None if logprobs is None else logprobs[position]
-    return CandidateSet.from_support(ids[position], chosen_offsets, chosen_logprobs)
+    position, row_offsets = take_rows(offsets, index)
+    row_logprobs = None if logprobs is None else logprobs[position]
+    return CandidateSet.from_support(ids[position], row_offsets, row_logprobs)
 
 
 def scatter_rows(candidates: CandidateSet, rows: Tensor, size: int) -> CandidateSet:

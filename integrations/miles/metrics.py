@@ -121,7 +121,7 @@ class Metrics:
         found = dict(zip(columns, (values @ inputs.weights).unbind(), strict=True))
         # what is a part of the loss is reported with the weights that the loss was made with
         names = list(columns)
-        parts = {
+        parts: dict[str, Tensor] = {
             name: values[names.index(name)] @ weights for name in ("entropy_loss", "kl_loss") if name in names
         }
         total = loss.detach()

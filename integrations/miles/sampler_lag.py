@@ -1,9 +1,9 @@
 """Adapter: how many weight versions the sampler of each response token was behind the newest sampler.
 
 Versions come, best first, from a record that `transport.attach` put on the sample (one version per token), from Miles'
-spans (``version, abs_start, abs_end``), or from one string per generation call. With strings Miles does not record which
-call drew which token, and runs of the loss mask do not tell it: the oldest of several calls then stands for all tokens
-of the sample, which is what Miles' own ``oldest_weight_version`` and a guard against stale tokens look at.
+spans (``version, abs_start, abs_end``), or from one string per generation call. With strings Miles does not record
+which call drew which token, and runs of the loss mask do not tell it: the oldest of several calls then stands for all
+tokens of the sample, which is what Miles' own ``oldest_weight_version`` and a guard against stale tokens look at.
 
 Miles does not tell a converter which weights the trainer holds. It tells its rollout function which weights were last
 published to the samplers (``RolloutFnTrainInput.weight_version``): see `transport.declare_newest_version`. Without that

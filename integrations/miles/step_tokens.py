@@ -81,8 +81,7 @@ def require_dropped_count() -> None:
     """Raise UnknownVersion unless the installed Miles' torch-native training step ignores the token count."""
     roots = getattr(importlib.import_module("miles"), "__path__", [])
     paths = [path for root in roots for name in _TRAINERS if (path := Path(root, name)).is_file()]
-    steps = {str(path): drops_token_count(path) for path in paths}
-    steps = {path: found for path, found in steps.items() if found is not None}
+    steps = {path: found for path in paths if (found := drops_token_count(path)) is not None}
     if not steps:
         raise UnknownVersion(
             f"no torch-native training step of Miles was found in {', '.join(_TRAINERS)}: whether it divides by the "
