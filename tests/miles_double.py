@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -62,10 +63,33 @@ def install(state: State) -> None:
         return
     names = ("miles", "miles.backends", "miles.backends.training_utils")
     for name in names:
-        sys.modules.setdefault(name, ModuleType(name)).__path__ = []  # type: ignore[attr-defined]
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = []  # type: ignore[attr-defined]
     module = ModuleType("miles.backends.training_utils.parallel")
     module.get_parallel_state = lambda: state  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
+
+
+DROPS_COUNT = """
+class Actor:
+    def _train_step(self, batch, step_id, num_microbatches):
+        logits = self.model(batch)
+        loss, count, log = loss_function(
+            args=self.args, batch=batch, logits=logits, apply_megatron_loss_scaling=False
+        )
+        loss.backward()
+        return log
+"""
+
+
+def install_trainer(monkeypatch: Any, folder: Path, text: str = DROPS_COUNT) -> None:
+    """Make ``text`` the source of the torch-native training step that the adapter finds as Miles'."""
+    path = folder / "backends" / "fsdp_utils" / "actor.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    miles = sys.modules["miles"]
+    monkeypatch.setattr(miles, "__path__", [str(folder), *miles.__path__])
 
 
 def _install_real(state: State) -> None:

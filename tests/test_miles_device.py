@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from offpolicy_corr.integrations.miles import loss as adapter
+from offpolicy_corr.integrations.miles import inputs as adapter
 from offpolicy_corr.integrations.miles import policy_loss, tis_function
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -65,7 +65,7 @@ def test_a_call_mixes_no_devices_and_reads_back_masks_and_tokens_alone(
     form: str, own: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_fake_devices(tmp_path)
-    ones = lambda reducer, layout, dtype, device: torch.ones(len(layout.listed()), dtype=dtype, device=device)
+    ones = lambda reducer, size, dtype, device: torch.ones(size, dtype=dtype, device=device)
     monkeypatch.setattr(adapter, "reducer_weights", ones)  # autograd's engine would ask for a real device
     problem = double.make_problem(dtype=torch.float32)
     more = {"rollout_top_p": 0.9, "rollout_top_k": 6} if own.get("candidates") == "supports" else {}

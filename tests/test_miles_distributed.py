@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
+import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from offpolicy_corr.integrations.miles import policy_loss, tis_function
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -164,8 +169,6 @@ def half_precision_without_rows(state: double.State) -> None:
     leaves = [torch.full_like(leaf, 6e4, dtype=torch.float16).requires_grad_() for leaf in problem.logits]
     batch = double.make_batch(problem, args, state)
     logits = double.local_logits(problem, leaves, args, state, fill=6e4)
-    from offpolicy_corr.integrations.miles import policy_loss
-
     loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
     assert loss.dtype == torch.float32
     assert bool(loss.isfinite())
@@ -179,7 +182,99 @@ def half_precision_without_rows(state: double.State) -> None:
         assert bool((gradient != 0).any())
 
 
+Spoil = Callable[[dict[str, Any], torch.Tensor], None]
+
+
+def nan_log_prob(batch: dict[str, Any], logits: torch.Tensor) -> None:
+    batch["rollout_log_probs"][1].fill_(math.nan)
+
+
+def short_list(batch: dict[str, Any], logits: torch.Tensor) -> None:
+    batch["advantages"][1] = batch["advantages"][1][:-1]
+
+
+def no_rows(batch: dict[str, Any], logits: torch.Tensor) -> None:
+    batch["total_lengths"] = [1, 2, 3]
+
+
+def broken_head(batch: dict[str, Any], logits: torch.Tensor) -> None:
+    batch["rollout_topk_log_probs"] = [np.full_like(v, 0.5) for v in batch["rollout_topk_log_probs"]]
+
+
+def nan_logits(batch: dict[str, Any], logits: torch.Tensor) -> None:
+    logits.fill_(math.nan)
+
+
+SPOILS: dict[Spoil, str] = {
+    nan_log_prob: "log-prob is not a finite number",
+    short_list: r"values for \d+ tokens .*advantages",
+    no_rows: "response_lengths",
+    broken_head: "candidate log-prob is NaN or above 0",
+    nan_logits: "response token .* is not finite",
+}
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    """What ``call`` raises, within a second; a peer that still waits would take until the group's time limit."""
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert time.monotonic() - start < 1.0
+    return caught.value
+
+
+def agree(state: double.State, error: Exception) -> None:
+    """Every rank raised the same."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, (type(error).__name__, str(error), getattr(error, "sample", None)))
+    assert len(set(errors)) == 1, errors
+
+
+def a_bad_record_on_one_context_parallel_rank(state: double.State) -> None:
+    """The ranks of context-parallel rank 1 have it (all its tensor-parallel ranks hold the same record)."""
+    double.install(state)
+    problem = double.make_problem(seed=61)
+    for form, allgather in LAYOUTS:
+        for spoil, message in SPOILS.items():
+            args = double.make_args(qkv_format=form, allgather_cp=allgather, vocab_size=23)
+            batch = double.make_batch(problem, args, state)
+            logits = double.local_logits(problem, double.make_leaves(problem), args, state, pad_columns=5)
+            logits, reducer = logits.detach().clone(), double.make_reducer(batch, args, state, problem)
+            if state.cp.rank == 1:
+                spoil(batch, logits)
+            error = raised(lambda b=batch, x=logits, a=args, r=reducer: policy_loss(a, b, x, r))
+            assert re.search(message, str(error)), (form, allgather, spoil.__name__, error)
+            agree(state, error)
+    # nothing is left over from the failures: the next step works
+    compare(state, problem, double.make_args(vocab_size=23))
+
+
+def a_bad_record_in_the_hook(state: double.State) -> None:
+    problem = double.make_problem(seed=62)
+    args = double.make_args()
+    lists = {"train": problem.reference, "rollout": problem.rollout}
+    local = {name: double.zigzag(problem, values, args, state) for name, values in lists.items()}
+    if state.cp.rank == 1:
+        local["rollout"][1].fill_(math.nan)
+    own = {"correction": "mis", "guards": {"geometric_mean": {"low": 0.5, "high": 2.0}}}
+    call = lambda: tis_function(
+        Namespace(offpolicy_corr=own, qkv_format="thd", use_tis=True),
+        pg_loss=torch.cat(local["train"]),
+        train_log_probs=local["train"],
+        rollout_log_probs=local["rollout"],
+        loss_masks=problem.masks,
+        total_lengths=problem.totals,
+        response_lengths=problem.responses,
+        parallel_state=state,
+    )
+    error = raised(call)
+    assert re.search("sample 1, token .*rollout_log_probs", str(error)), error
+    agree(state, error)
+
+
 CASES = {f.__name__: f for f in (layouts, options, one_sided, guards, half_precision_without_rows)}
+CASES |= {f.__name__: f for f in (a_bad_record_on_one_context_parallel_rank, a_bad_record_in_the_hook)}
 
 
 @pytest.mark.parametrize("case", ["layouts", "options", "one_sided", "guards"])
@@ -191,3 +286,16 @@ def test_tensor_and_context_parallel(case: str, monkeypatch: pytest.MonkeyPatch)
 def test_half_precision_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", search_path())
     spawn("half_precision_without_rows", CP)
+
+
+@pytest.mark.parametrize("ranks", [CP, TP * CP])
+def test_a_bad_record_on_one_rank_raises_the_same_error_on_all(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", search_path())
+    spawn("a_bad_record_on_one_context_parallel_rank", ranks)
+
+
+def test_a_bad_record_in_the_hook_raises_the_same_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", search_path())
+    spawn("a_bad_record_in_the_hook", CP)

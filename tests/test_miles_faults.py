@@ -10,6 +10,7 @@ import math
 import re
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from offpolicy_corr.integrations.miles import SettingsError, policy_loss, tis_function
 from offpolicy_corr.integrations.miles.host import UnknownVersion
-from offpolicy_corr.integrations.miles.transport import step_tokens
+from offpolicy_corr.integrations.miles.step_tokens import count_step_tokens
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -121,17 +122,21 @@ def test_6_the_loss_of_a_fully_masked_sample_is_nothing() -> (
     assert float(loss.detach()) == pytest.approx(float(want), rel=1e-6)
 
 
-def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens() -> None:  # miles 3231
+def test_7_the_step_of_a_per_token_loss_does_not_grow_with_the_tokens(  # miles 3231
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of a torch-native trainer, which averages over ranks and drops the token count: 18 tokens, not 2/18."""
     args = double.plain("none", calculate_per_token_loss=True, train_backend="fsdp", global_batch_size=4)
     ranks = [double.make_problem(seed=s, prompts=(2, 3), responses=r) for s, r in enumerate(((4, 5), (6, 3)))]
     masks = [mask.fill_(1) for problem in ranks for mask in problem.masks]
     for problem in ranks:
         problem.rollout = [torch.full((r,), -1.0) for r in problem.responses]
-    tokens = step_tokens([mask.tolist() for mask in masks], [[0, 1], [2, 3]], args.global_batch_size)
+    tokens = count_step_tokens([mask.tolist() for mask in masks], [[0, 1], [2, 3]], args.global_batch_size)
     assert [int(count[0]) for count in tokens] == [18] * 4
     state = replace(double.single(), intra_dp=double.Dimension(0, 2))
     double.install(state)
+    if not double.MILES_SRC:
+        double.install_trainer(monkeypatch, tmp_path)
     for rank, problem in enumerate(ranks):
         leaves = double.make_leaves(problem)
         batch = double.make_batch(problem, args, state, "none")
@@ -257,20 +262,22 @@ def test_14_tail_padding_changes_nothing() -> None:  # miles 542
 
 
 def test_15_padded_samples_are_cut_by_their_padded_length() -> None:  # miles 731: chunk 2 (bshd), not 1 (thd)
-    from offpolicy_corr.integrations.miles.layout import Layout
+    from offpolicy_corr.integrations.miles.layout import row_layout
 
     args = Namespace(qkv_format="bshd", allgather_cp=False)
     batch = {"total_lengths": [4], "response_lengths": [3], "max_seq_lens": [8]}
-    rows = [Layout.of(args, batch, torch.zeros(1, 4, 2), rank, 2).held() for rank in (0, 1)]
+    rows = [row_layout(args, batch, torch.zeros(1, 4, 2), rank, 2).row_tokens for rank in (0, 1)]
     assert rows[0].position.tolist() == [0, 1]
     assert rows[1].position.tolist() == [2]
-    packed = Layout.of(
+    packed = row_layout(
         Namespace(qkv_format="thd", allgather_cp=False), batch, torch.zeros(1, 2, 2), 0, 2
-    ).held()
+    ).row_tokens
     assert packed.position.tolist() == [0]
     for allgather in (False, True):  # rows that no rank holds would be lost in silence
         with pytest.raises(ValueError, match="do not fit"):
-            Layout.of(Namespace(qkv_format="bshd", allgather_cp=allgather), batch, torch.zeros(1, 1, 2), 0, 2)
+            row_layout(
+                Namespace(qkv_format="bshd", allgather_cp=allgather), batch, torch.zeros(1, 1, 2), 0, 2
+            )
 
 
 def test_17_a_support_without_its_token_is_not_repaired() -> None:  # sglang 36630, slime 2102
@@ -397,7 +404,7 @@ def test_24_inputs_are_bit_identical_after_the_call() -> None:  # slime 2114
     "own",
     [
         {},
-        {"guards": {"geometric_mean": {"low": 0.5, "high": 2.0}, "staleness": {"max_lag": 1}}},
+        {"guards": {"geometric_mean": {"low": 0.5, "high": 2.0}, "behind_newest_sampler": {"max_lag": 1}}},
         {"correction": "mis", "denominator": "kept"},
     ],
     ids=["plain", "guards", "kept"],

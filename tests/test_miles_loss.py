@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from offpolicy_corr.integrations.miles import policy_loss
+from offpolicy_corr.integrations.miles import policy_loss, tis_function
+from offpolicy_corr.integrations.miles.metrics import mismatch
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -222,6 +223,36 @@ def test_metrics_are_the_core_s_means() -> None:
         mean(out.diagnostics.log_ratio.abs()), rel=1e-6
     )
     assert float(metrics["train_rollout_logprob_abs_diff"]) > 0.1
+
+
+def test_k3_of_a_tiny_mismatch_is_positive_and_right() -> None:
+    """At |log r| of 1e-4, ratio − 1 − log r in fp32 is off by a quarter in the mean and often negative."""
+    log_ratio = 1e-4 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    exact = torch.expm1(log_ratio.double()) - log_ratio.double()
+    naive = log_ratio.exp() - 1.0 - log_ratio
+    assert float((naive < 0).float().mean()) > 0.2
+    for found in (
+        mismatch(log_ratio, torch.ones_like(log_ratio), (0.2, 5.0))["kl_k3"],
+        tis_k3(log_ratio),
+    ):
+        assert bool((found >= 0).all())
+        assert float(found.double().mean()) == pytest.approx(float(exact.mean()), rel=1e-2)
+
+
+def tis_k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """What the hook reports for these log-ratios, exact in fp32 where log q is 0."""
+    size = len(log_ratio)
+    _, _, metrics = tis_function(
+        double.make_args(offpolicy_corr={"correction": "mis"}, use_rollout_logprobs=False, use_tis=True),
+        pg_loss=torch.ones(size),
+        train_log_probs=[log_ratio],
+        rollout_log_probs=[torch.zeros(size)],
+        loss_masks=[torch.ones(size)],
+        total_lengths=[size + 1],
+        response_lengths=[size],
+        parallel_state=double.single(),
+    )
+    return metrics["offpolicy_corr/kl_k3"]
 
 
 def test_keys_never_depend_on_the_data() -> None:

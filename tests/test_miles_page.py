@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from offpolicy_corr.integrations.miles import Settings, check_main
-from offpolicy_corr.integrations.miles.report import Report
+from offpolicy_corr.integrations.miles.metrics import Metrics
 from offpolicy_corr.integrations.miles.settings import GUARDS
 
 import miles_double as double
@@ -55,8 +55,8 @@ def test_every_setting_and_metric_is_described() -> None:
     metrics = PAGE[PAGE.index("## Metrics") : PAGE.index("## Without")]
     words = set(re.findall(r"\w+", metrics))
     for filters in ({}, {"rollout_top_p": 0.9, "rollout_top_k": 4}):
-        own = {"groups": ["b200"], "guards": {"staleness": {"max_lag": 4}}}
+        own = {"groups": ["b200"], "guards": {"behind_newest_sampler": {"max_lag": 4}}}
         args = double.make_args(use_kl_loss=True, offpolicy_corr=own, **filters)
-        keys = Report.of(args, Settings.of(own)).keys()
+        keys = Metrics.of(args, Settings.of(own)).keys()
         for key in keys:
             assert key.rsplit("/", 1)[-1] in words, key

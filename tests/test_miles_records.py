@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss
+from offpolicy_corr.integrations.miles.candidates import read_candidates
+from offpolicy_corr.integrations.miles.layout import row_layout
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -97,16 +100,38 @@ def test_broken_logits_are_named_by_their_response_token() -> None:
 
 
 def test_candidates_of_masked_tokens_stay_behind() -> None:
-    from offpolicy_corr.integrations.miles.candidates import read_candidates
-    from offpolicy_corr.integrations.miles.layout import Layout
-
     problem = double.make_problem(seed=2)
     args, state = double.plain("sc+mis", **MASKED_SUPPORT), double.single()
     batch = double.make_batch(problem, args, state, "supports")
-    layout = Layout.of(args, batch, double.local_logits(problem, problem.logits, args, state), 0, 1)
+    layout = row_layout(args, batch, double.local_logits(problem, problem.logits, args, state), 0, 1)
     mask = torch.cat(problem.masks).bool()
-    found = read_candidates(batch, layout, layout.held(), mask, "supports", True)
+    found = read_candidates(batch, layout, layout.row_tokens, mask, "supports", True)
     assert found is not None
     counts = torch.cat([torch.from_numpy(offsets).diff() for offsets in problem.support_offsets])
     assert torch.equal(found.offsets.diff(), torch.where(mask, counts, 0))
     assert int(counts[~mask].sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["heads", "supports"])
+def test_a_rank_reads_the_rows_of_its_own_tokens_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are chosen before they become CSR: over all ranks together each trained row is converted once."""
+    problem = double.make_problem(seed=2)
+    more = MASKED_SUPPORT if kind == "supports" else {}
+    args = double.plain("sc+mis", **more)
+    converted = []
+    from_rows = getattr(oc.CandidateSet, "from_topk" if kind == "heads" else "from_support")
+
+    def counted(*given: Any) -> oc.CandidateSet:
+        converted.append(len(found := from_rows(*given)))
+        return found
+
+    monkeypatch.setattr(oc.CandidateSet, "from_topk" if kind == "heads" else "from_support", counted)
+    mask = torch.cat(problem.masks).bool()
+    for rank in (0, 1):
+        state = double.single(rank, 2)
+        batch = double.make_batch(problem, args, state, kind)
+        logits = double.local_logits(problem, problem.logits, args, state)
+        layout = row_layout(args, batch, logits, rank, 2)
+        found = read_candidates(batch, layout, layout.row_tokens, mask, kind, True)
+        assert found is not None and len(found) == len(layout.row_tokens)
+    assert sum(converted) == int(mask.sum())

@@ -99,7 +99,7 @@ def test_without_use_tis_it_only_measures() -> None:
         ({"correction": "mis", "candidates": "heads"}, "no effect"),
         ({"correction": "mis", "inplace_logits": True}, "no effect"),
         ({"correction": "mis", "guards": {"off_policy": {"delta": 0.1}}}, "advantages"),
-        ({"correction": "mis", "guards": {"staleness": {"max_lag": 2}}}, "weight versions"),
+        ({"correction": "mis", "guards": {"behind_newest_sampler": {"max_lag": 2}}}, "weight versions"),
         ({"correction": "mis", "groups": ["a"]}, "no effect"),
         ({"correction": "mis", "backend": "torch"}, "no effect"),
         ({"correction": "mis", "vocab_size": 9}, "no effect"),

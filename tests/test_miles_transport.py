@@ -14,7 +14,6 @@ import pytest
 import torch
 from offpolicy_corr.integrations.miles import policy_loss, transport
 from offpolicy_corr.integrations.miles.host import UnknownVersion
-from offpolicy_corr.integrations.miles.versions import lags
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -130,7 +129,7 @@ def converter_args(**own: Any) -> Namespace:
 
 def test_candidates_groups_and_lags_reach_the_loss() -> None:
     problem = double.make_problem()
-    own = {"groups": ["b200", "h100"], "guards": {"staleness": {"max_lag": 1}}}
+    own = {"groups": ["b200", "h100"], "guards": {"behind_newest_sampler": {"max_lag": 1}}}
     args = converter_args(**own)
     data = transport.convert_samples(args, samples_of(problem))
     data["total_lengths"] = problem.totals
@@ -316,12 +315,6 @@ def test_a_token_drawn_at_another_temperature_is_refused() -> None:
     assert (caught.value.sample, caught.value.token) == (1, 8)
 
 
-def test_step_tokens_follow_miles_cut_into_steps() -> None:
-    masks = [[1] * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)]
-    tokens = transport.step_tokens(masks, [[8, 0, 2, 4], [1, 3, 5, 7]], 4)
-    assert [int(count[0]) for count in tokens] == [16, 16, 22, 16, 22, 22, 0, 22, 16]
-
-
 def test_the_step_s_tokens_travel_for_torch_native_trainers_alone() -> None:
     problem = double.make_problem()
     for backend, found in (("fsdp", True), ("megatron", False)):
@@ -441,6 +434,21 @@ def test_attaching_clears_an_earlier_attempt() -> None:
     assert caught.value.token is not None
 
 
+def test_a_record_left_over_from_before_a_retry_is_refused() -> None:
+    """Of the right length, and none of the new tokens stands in an old head: nothing else would tell."""
+    samples = samples_of(double.make_problem())
+    for sample in samples:
+        sample.rollout_topk_token_ids = sample.rollout_topk_log_probs = None
+        tokens = torch.tensor(sample.tokens[-sample.response_length :])
+        head = oc.CandidateSet.from_topk(tokens[:, None], torch.full((len(tokens), 1), -1.0))
+        transport.attach(sample, oc.SamplerRecord(tokens, torch.full((len(tokens),), -1.0), head))
+    transport.convert_samples(converter_args(), samples)
+    samples[1].tokens = [(t + 1) % 23 for t in samples[1].tokens]  # sampled again, the record stayed
+    with pytest.raises(oc.RecordError, match="of other tokens") as caught:
+        transport.convert_samples(converter_args(), samples)
+    assert caught.value.sample == 1
+
+
 def test_unknown_groups_are_refused() -> None:
     samples = samples_of(double.make_problem())
     with pytest.raises(oc.RecordError, match="an unknown group") as caught:
@@ -456,31 +464,3 @@ def test_options_that_withhold_metadata_are_refused() -> None:
     args.use_dynamic_global_batch_size = True
     with pytest.raises(ValueError, match="use_dynamic_global_batch_size"):
         transport.convert_samples(args, samples_of(double.make_problem()))
-
-
-def version_sample(versions: Any, mask: list[int]) -> Any:
-    return SimpleNamespace(
-        tokens=[0] * (2 + len(mask)), response_length=len(mask), loss_mask=mask, weight_versions=versions
-    )
-
-
-def test_lags_of_calls_and_of_spans() -> None:
-    spans = [{"version": "5", "abs_start": 2, "abs_end": 4}, {"version": "6", "abs_start": 5, "abs_end": 6}]
-    samples = [
-        version_sample(["3", "5"], [1, 1, 0, 1]),
-        version_sample([SimpleNamespace(spans=spans)], [1, 1, 0, 1]),
-        version_sample(["default"], [1]),
-        version_sample([], [1]),
-    ]
-    assert [lag.tolist() for lag in lags(samples)] == [[3, 3, -1, 1], [1, 1, -1, 0], [-1], [-1]]
-
-
-@pytest.mark.parametrize("versions", [["3", "4"], ["3", "4", "5"]])
-def test_calls_that_cannot_be_told_apart_are_refused(versions: list[str]) -> None:
-    with pytest.raises(oc.RecordError, match="cannot be told"):
-        lags([version_sample(versions, [1, 1, 1])])
-
-
-def test_opaque_versions_are_refused() -> None:
-    with pytest.raises(oc.RecordError, match="no number"):
-        lags([version_sample(["step-3"], [1])])

@@ -15,11 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from offpolicy_corr.integrations import sglang
-from offpolicy_corr.integrations.miles import Settings, transport
-from offpolicy_corr.integrations.miles.check import sampler_of
-from offpolicy_corr.integrations.miles.options import filters
-
-from offpolicy_corr.records.requests import request_parameters
+from offpolicy_corr.integrations.miles import request_fields, sampler_spec, transport
 
 
 def choose_group(fleet: dict[str, dict[str, Any]], index: int) -> str:
@@ -48,16 +44,13 @@ async def generate(input: Any) -> Any:
         raise ValueError(
             "a partial rollout cannot be continued here: its first part has no record. Turn it off"
         )
-    settings = Settings.of(args.offpolicy_corr)
-    spec = sampler_of(args, settings.kind_of_candidates(filters(args)))
-    fields = request_parameters(spec, settings.correction, num_candidates=128).request
     prompt = compute_prompt_ids_from_sample(input.state, sample)
     payload, halted = compute_request_payload(args, input_ids=prompt, sampling_params=input.sampling_params)
     if payload is None:
         sample.status = halted
         return GenerateFnOutput(samples=sample)
     if not input.evaluation:
-        payload |= {name: value for name, value in fields.items() if name != "sampling_params"}
+        payload |= request_fields(args, num_candidates=128)
     fleet = getattr(args, "offpolicy_corr_fleet", None)
     group = None if fleet is None else choose_group(fleet, sample.group_index or 0)
     base = (
@@ -67,5 +60,5 @@ async def generate(input: Any) -> Any:
     await update_sample_from_response(args, sample, payload=payload, output=answer)
     # Miles aborts the requests that a rollout no longer needs: such an answer is not trained, and needs no record
     if not input.evaluation and answer["meta_info"]["finish_reason"]["type"] != "abort":
-        transport.attach(sample, sglang.read_generate(answer, spec), group)
+        transport.attach(sample, sglang.read_generate(answer, sampler_spec(args)), group)
     return GenerateFnOutput(samples=sample)

@@ -1,4 +1,4 @@
-"""Candidates out of a batch of Miles: per-sample arrays over full responses, on the CPU, in three shapes.
+"""Adapter: candidates out of a batch of Miles: per-sample arrays over full responses, on the CPU, in three shapes.
 
 - heads: ``rollout_topk_token_ids`` int ``[R, K]``, ``rollout_topk_log_probs`` float ``[R, K]``, unused slots −1, −inf;
 - supports: ``rollout_sampling_mask_ids`` int ``[nnz]``, ``rollout_sampling_mask_offsets`` ``[R + 1]``, and log-probs
@@ -15,13 +15,15 @@ import warnings
 from typing import Any
 
 import torch
+from offpolicy_corr.integrations._common.errors import check_row_lengths
+from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
+from offpolicy_corr.integrations._common.ragged import heads_at, scatter_rows, supports_at
 from torch import Tensor
 
 from offpolicy_corr.records.candidates import CandidateSet
-from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.records.errors import RecordError, within_sample
 
-from .host import Batch, check_row_lengths, missing, need_per_sample
-from .layout import Layout, Tokens
+from .host import Batch, missing, need_per_sample
 
 _IDS, _OFFSETS, _MASK_LOGPROBS = (f"rollout_sampling_mask_{name}" for name in ("ids", "offsets", "log_probs"))
 _TOPK_IDS, _TOPK_LOGPROBS, _LENGTHS = (
@@ -29,16 +31,16 @@ _TOPK_IDS, _TOPK_LOGPROBS, _LENGTHS = (
     "rollout_topk_log_probs",
     "rollout_topk_lengths",
 )
-_WIDE = 1 << 32  # ids fit below
+_ID_BITS = 32  # ids fit below
 
 
 def read_candidates(
-    batch: Batch, layout: Layout, held: Tokens, trained: Tensor, kind: str, centered: bool
+    batch: Batch, layout: RowLayout, tokens: ResponseTokens, full_mask: Tensor, kind: str, centered: bool
 ) -> CandidateSet | None:
-    """Candidates of the ``held`` tokens, CPU, rows in their order; rows of untrained tokens are empty.
+    """Candidates of this rank's ``tokens``, CPU, rows in their order; rows of untrained tokens are empty.
 
     Args:
-        trained: bool ``[sum of responses]``, over full responses laid end to end, CPU.
+        full_mask: bool ``[sum of responses]``, trained tokens of full responses laid end to end, CPU.
         kind: ``"heads"``, ``"supports"`` or ``"none"``.
         centered: whether log-probs are needed.
 
@@ -47,116 +49,101 @@ def read_candidates(
     """
     if kind == "none":
         return None
+    rows = full_mask[tokens.index(layout)].nonzero().squeeze(1)
+    counts = torch.bincount(tokens.sample[rows], minlength=len(layout.totals)).tolist()
     sets = []
-    for sample, mask in enumerate(trained.split(layout.responses)):
-        try:
-            sets.append(
-                _heads(batch, layout, sample)
-                if kind == "heads"
-                else _support(batch, layout, sample, mask, centered)
-            )
-        except RecordError as error:
-            if error.sample is not None:
-                raise
-            raise _at_sample(error, sample) from None
-        except TypeError as error:
-            key = _TOPK_LOGPROBS if kind == "heads" else _IDS
-            raise RecordError(
-                str(error), sample=sample, field=key, remedy="Ship ids as integers, log-probs in float32."
-            ) from None
-    whole = CandidateSet.concat(sets) if sets else CandidateSet.empty(0)
-    live = held.flat(layout)
-    chosen = trained[live]
-    return spread(whole.select(live[chosen]), chosen.nonzero().squeeze(1), len(held))
+    for sample, index in enumerate(tokens.position[rows].split(counts)):
+        with within_sample(sample):
+            try:
+                found = (
+                    _heads(batch, layout, sample, index)
+                    if kind == "heads"
+                    else _support(batch, layout, sample, index, centered)
+                )
+            except TypeError as error:
+                key = _TOPK_LOGPROBS if kind == "heads" else _IDS
+                remedy = "Ship ids as integers, log-probs in float32."
+                raise RecordError(str(error), field=key, remedy=remedy) from None
+        sets.append(found)
+    joined = CandidateSet.concat(sets) if sets else CandidateSet.empty(0)
+    return scatter_rows(joined, rows, len(tokens))
 
 
-def spread(candidates: CandidateSet, rows: Tensor, size: int) -> CandidateSet:
-    """Put the set's rows at the ascending ``rows`` of ``size`` rows; all others are empty heads."""
-    counts = torch.zeros(size, dtype=torch.int64, device=rows.device)
-    counts[rows] = candidates.offsets.diff()
-    complete = torch.zeros(size, dtype=torch.bool, device=rows.device)
-    complete[rows] = candidates.complete
-    offsets = torch.zeros(size + 1, dtype=torch.int64, device=rows.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    return CandidateSet(candidates.ids, candidates.logprobs, offsets, complete)
-
-
-def _heads(batch: Batch, layout: Layout, sample: int) -> CandidateSet:
+def _heads(batch: Batch, layout: RowLayout, sample: int, index: Tensor) -> CandidateSet:
     ids, logprobs = (_array(batch, layout, key, sample) for key in (_TOPK_IDS, _TOPK_LOGPROBS))
     _check_table(ids, logprobs, layout.responses[sample])
-    return CandidateSet.from_topk(ids, logprobs)
+    return heads_at(ids, logprobs, index)
 
 
-def _support(batch: Batch, layout: Layout, sample: int, trained: Tensor, centered: bool) -> CandidateSet:
+def _support(batch: Batch, layout: RowLayout, sample: int, index: Tensor, centered: bool) -> CandidateSet:
     ids, offsets = (_array(batch, layout, key, sample) for key in (_IDS, _OFFSETS))
     offsets = offsets.to(torch.int64)
     _check_offsets(ids, offsets, layout.responses[sample])
-    counts = offsets.diff()
-    if bool((trained & (counts == 0)).any()):
-        token = int((trained & (counts == 0)).nonzero()[0, 0])
-        raise RecordError(
-            "a trained token has an empty support",
-            token=token,
-            field=_OFFSETS,
-            remedy="Mask it, or record it.",
-        )
+    empty = offsets.diff()[index] == 0
+    if bool(empty.any()):
+        token = int(index[empty][0])
+        problem, remedy = "a trained token has an empty support", "Mask it, or record it."
+        raise RecordError(problem, token=token, field=_OFFSETS, remedy=remedy)
     if not centered:
-        return CandidateSet.from_support(ids, offsets)
+        return supports_at(ids, offsets, None, index)
     if batch.get(_MASK_LOGPROBS) is not None:
         logprobs = _array(batch, layout, _MASK_LOGPROBS, sample)
-        check_row_lengths(
-            _MASK_LOGPROBS, [logprobs], [ids.numel()], "One log-prob for every id of the supports."
-        )
-        return CandidateSet.from_support(ids, offsets, logprobs)
+        remedy = "One log-prob for every id of the supports."
+        check_row_lengths(_MASK_LOGPROBS, [logprobs], [ids.numel()], remedy)
+        return supports_at(ids, offsets, logprobs, index)
     if batch.get(_TOPK_LOGPROBS) is None:
-        raise missing(
-            _MASK_LOGPROBS, "and a centered loss needs a log-prob for every id of the support", sample
-        )
-    logprobs = _array(batch, layout, _TOPK_LOGPROBS, sample)
+        why = "and a centered loss needs a log-prob for every id of the support"
+        raise missing(_MASK_LOGPROBS, why, sample)
+    return _with_topk_logprobs(batch, layout, sample, index, supports_at(ids, offsets, None, index))
+
+
+def _with_topk_logprobs(
+    batch: Batch, layout: RowLayout, sample: int, index: Tensor, support: CandidateSet
+) -> CandidateSet:
+    """The supports of ``index`` with log-probs out of dense top-k rows, which must hold exactly their ids."""
+    table = _array(batch, layout, _TOPK_LOGPROBS, sample)
+    counts = support.offsets.diff()
     if batch.get(_TOPK_IDS) is not None:
-        return _joined(ids, offsets, _array(batch, layout, _TOPK_IDS, sample), logprobs, trained)
-    lengths = _array(batch, layout, _LENGTHS, sample).to(torch.int64)
-    check_row_lengths(_LENGTHS, [lengths], [counts.numel()], "One length for every response token.")
-    _check_table(logprobs, logprobs, counts.numel())
-    _check_cover(lengths, counts, trained, _LENGTHS)
-    lengths = torch.where(trained, counts, 0)
-    values = torch.zeros(ids.numel(), dtype=logprobs.dtype)
-    values[trained.repeat_interleave(counts)] = logprobs[torch.arange(logprobs.shape[1]) < lengths[:, None]]
-    return CandidateSet.from_support(ids, offsets, values)
+        table_ids = _array(batch, layout, _TOPK_IDS, sample)
+        _check_table(table_ids, table, layout.responses[sample])
+        values = _joined(support, table_ids[index], table[index], index)
+    else:
+        lengths = _array(batch, layout, _LENGTHS, sample).to(torch.int64)
+        check_row_lengths(
+            _LENGTHS, [lengths], [layout.responses[sample]], "One length for every response token."
+        )
+        _check_table(table, table, layout.responses[sample])
+        _check_cover(lengths[index], counts, index, _LENGTHS)
+        values = table[index][torch.arange(table.shape[1]) < counts[:, None]]
+    return CandidateSet(support.ids, values, support.offsets, support.complete)
 
 
-def _joined(ids: Tensor, offsets: Tensor, table: Tensor, logprobs: Tensor, trained: Tensor) -> CandidateSet:
-    """Log-probs of the support's ids out of dense rows that carry their own ids, in any order."""
-    counts = offsets.diff()
-    _check_table(table, logprobs, counts.numel())
-    used = (table >= 0) & trained[:, None]
-    _check_cover(used.sum(1), counts, trained, _TOPK_IDS)
-    owner = torch.arange(counts.numel())
-    wanted_rows = owner.repeat_interleave(counts)
-    live = trained[wanted_rows]
-    wanted = wanted_rows[live] * _WIDE + ids[live].long()
-    found = owner[:, None].expand_as(table)[used] * _WIDE + table[used].long()
+def _joined(support: CandidateSet, table_ids: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """Log-probs of the supports' ids out of dense rows that carry their own ids, in any order."""
+    used = table_ids >= 0
+    _check_cover(used.sum(1), support.offsets.diff(), index, _TOPK_IDS)
+    rows = torch.arange(len(support))
+    wanted = (support.rows << _ID_BITS) + support.ids.long()
+    found = (rows[:, None].expand_as(table_ids)[used] << _ID_BITS) + table_ids[used].long()
     wanted_order, found_order = wanted.argsort(), found.argsort()
     differ = wanted[wanted_order] != found[found_order]
     if bool(differ.any()):
         key = int(torch.minimum(wanted[wanted_order], found[found_order])[differ][0])
+        token = int(index[key >> _ID_BITS])
         remedy = f"Ask SGLang for sampling_logprobs_mode='support', or ship {_MASK_LOGPROBS}."
-        raise RecordError(
-            "top-k rows do not cover the support", token=key // _WIDE, field=_TOPK_IDS, remedy=remedy
-        )
-    values = torch.zeros(ids.numel(), dtype=logprobs.dtype)
-    position = live.nonzero().squeeze(1)
-    values[position[wanted_order]] = logprobs[used][found_order]
-    return CandidateSet.from_support(ids, offsets, values)
+        raise RecordError("top-k rows do not cover the support", token=token, field=_TOPK_IDS, remedy=remedy)
+    values = torch.empty(wanted.numel(), dtype=table.dtype)
+    values[wanted_order] = table[used][found_order]
+    return values
 
 
-def _check_cover(lengths: Tensor, counts: Tensor, trained: Tensor, key: str) -> None:
-    short = trained & (lengths != counts)
+def _check_cover(lengths: Tensor, counts: Tensor, index: Tensor, key: str) -> None:
+    short = lengths != counts
     if bool(short.any()):
-        token = int(short.nonzero()[0, 0])
-        problem = f"{int(lengths[token])} log-probs for a support of {int(counts[token])} ids"
+        at = int(short.nonzero()[0, 0])
+        problem = f"{int(lengths[at])} log-probs for a support of {int(counts[at])} ids"
         remedy = f"Raise --rollout-top-logprobs-num to the largest support, or ship {_MASK_LOGPROBS}."
-        raise RecordError(problem, token=token, field=key, value=int(lengths[token]), remedy=remedy)
+        raise RecordError(problem, token=int(index[at]), field=key, value=int(lengths[at]), remedy=remedy)
 
 
 def _check_table(ids: Tensor, logprobs: Tensor, response: int) -> None:
@@ -182,7 +169,7 @@ def _check_offsets(ids: Tensor, offsets: Tensor, response: int) -> None:
         )
 
 
-def _array(batch: Batch, layout: Layout, key: str, sample: int) -> Tensor:
+def _array(batch: Batch, layout: RowLayout, key: str, sample: int) -> Tensor:
     """One sample's value as a CPU tensor; numpy arrays are not copied."""
     values = need_per_sample(batch, key, len(layout.responses), "and this correction needs candidates")
     value = values[sample]
@@ -200,14 +187,3 @@ def _as_tensor(value: Any, key: str, sample: int) -> Tensor:
         remedy = "Ship numpy arrays or tensors, int32 ids and float32 log-probs."
         raise RecordError(f"not an array ({error})", sample=sample, field=key, remedy=remedy) from None
     return tensor
-
-
-def _at_sample(error: RecordError, sample: int) -> RecordError:
-    return RecordError(
-        error.problem,
-        sample=sample,
-        token=error.token,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
-    )

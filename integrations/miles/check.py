@@ -16,7 +16,6 @@ from typing import Any
 
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.requests import RequestParameters, request_parameters
-from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 from .host import torch_native
 from .options import (
@@ -27,10 +26,10 @@ from .options import (
     environment_refusals,
     filters,
     not_numbers,
-    number_of,
     refusals,
     tis_refusals,
 )
+from .sampling import spec_of_kind
 from .settings import Settings, SettingsError
 
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
@@ -167,7 +166,7 @@ def needs(args: Any, settings: Settings) -> list[str]:
     """What must be set so that the samplers record all that the correction uses."""
     kind = settings.kind_of_candidates(filters(args)) if _uses_loss(args) else "none"
     count = int(getattr(args, "rollout_top_logprobs_num", 0) or 128)
-    sampling = sampler_of(args, kind)
+    sampling = spec_of_kind(args, kind)
     request = request_parameters(sampling, settings.correction, num_candidates=count)
     center = "score centering, " if settings.correction.center else ""
     lines = [
@@ -179,18 +178,6 @@ def needs(args: Any, settings: Settings) -> list[str]:
     lines += ["SGLang request fields (beside sampling_params):", *_fields(request)]
     lines += ["Miles:", *(f"  {option}" for option in _miles_options(args, settings, kind, count))]
     return lines
-
-
-def sampler_of(args: Any, kind: str) -> SamplerSpec:
-    """What Miles' samplers are, as far as its options say."""
-    top_k = int(number_of(args, "rollout_top_k", -1))
-    return SamplerSpec(
-        engine="sglang",
-        logprobs="support" if kind == "supports" else "temperature",
-        temperature=number_of(args, "rollout_temperature", 1.0),
-        top_p=number_of(args, "rollout_top_p", 1.0),
-        top_k=top_k if top_k > 0 else None,
-    )
 
 
 def _fields(request: RequestParameters) -> list[str]:
@@ -208,9 +195,9 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
         options.append(f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}")
         if settings.correction.center:
             options += [f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}", _NATIVE]
-    if kind != "none" or settings.groups or settings.guards_staleness():
+    if kind != "none" or settings.groups or settings.guards_sampler_lag():
         options += [
-            "for groups and staleness, for supports on Megatron, and for all candidates on v0.1.0:",
+            "for groups and the sampler lag, for supports on Megatron, and for all candidates on v0.1.0:",
             f"  --custom-convert-samples-to-train-data-path {CONVERTER}",
             f"  --custom-megatron-init-path {TRAINER_HOOK}",
             "  (torch-native trainers: that name as worker_process_setup_hook in Ray's runtime environment)",
@@ -283,8 +270,8 @@ def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
     args = Namespace(**options)
     converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
     found = []
-    if (settings.groups or settings.guards_staleness()) and converter != CONVERTER:
-        what = "groups" if settings.groups else "guards: staleness"
+    if (settings.groups or settings.guards_sampler_lag()) and converter != CONVERTER:
+        what = "groups" if settings.groups else "guards: behind_newest_sampler"
         found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
     if drops_count(args) and _uses_loss(args) and converter != CONVERTER:
         found.append(f"{DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step")

@@ -1,4 +1,4 @@
-"""What the adapter takes from Miles, found by feature: the parallel state, and the keys of a batch.
+"""Adapter: what it takes from Miles, found by feature: the parallel state, and the keys of a batch.
 
 Miles is not on PyPI and its modules moved between v0.1.x and later; nothing here imports it before it is needed.
 """
@@ -6,12 +6,10 @@ Miles is not on PyPI and its modules moved between v0.1.x and later; nothing her
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from offpolicy_corr.records.errors import RecordError
 
@@ -67,7 +65,10 @@ KEYS: dict[str, tuple[str, str]] = {
         _MASK,
         f"ask SGLang for sampling_logprobs_mode='support', ship the values ({_EXTEND}), or leave centering out",
     ),
-    LAG_KEY: ("no version carries it", f"name the converter and {_EXTEND}, or leave the staleness guard out"),
+    LAG_KEY: (
+        "no version carries it",
+        f"name the converter and {_EXTEND}, or leave the guard behind_newest_sampler out",
+    ),
     GROUP_KEY: (
         "no version carries it",
         f"name the converter and {_EXTEND}, or leave groups out",
@@ -151,18 +152,3 @@ def need_per_sample(batch: Batch, key: str, count: int, why: str = "which this l
         if value is None:
             raise missing(key, why, sample)
     return list(values)
-
-
-def check_row_lengths(key: str, values: Iterable[Any], lengths: Iterable[int], remedy: str) -> None:
-    """Every value of a per-sample list must have its sample's length."""
-    for sample, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        if len(value) != length:
-            problem = f"{len(value)} values for {length} tokens"
-            raise RecordError(problem, sample=sample, field=key, value=len(value), remedy=remedy)
-
-
-def all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over the group, in place; the values themselves where there is none."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return values

@@ -104,7 +104,7 @@ def tis_refusals(args: Any, settings: Settings) -> list[str]:
         found.append("groups have no effect in tis_function: it does not get the converter's keys")
     reasons = {
         "off_policy": "advantages, which the hook does not get; use Miles' --use-opsm",
-        "staleness": "weight versions, which the hook does not get",
+        "behind_newest_sampler": "weight versions, which the hook does not get",
     }
     found += [f"guards: {name} needs {reasons[name]}" for name, _ in settings.guards if name in reasons]
     if drops_count(args):

@@ -17,7 +17,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "product": ("low", "high"),
     "outlier": ("low", "high"),
     "off_policy": ("delta",),
-    "staleness": ("max_lag",),
+    "behind_newest_sampler": ("max_lag",),
 }
 _RULE_KEYS = ("low", "high", "cap", "tail_floor")
 
@@ -105,9 +105,9 @@ class Settings:
                 f"denominator: kept contradicts correction: sc+…: {reason}. Use denominator: all"
             )
 
-    def guards_staleness(self) -> bool:
+    def guards_sampler_lag(self) -> bool:
         """Whether a guard reads weight versions."""
-        return any(name == "staleness" for name, _ in self.guards)
+        return any(name == "behind_newest_sampler" for name, _ in self.guards)
 
     def kind_of_candidates(self, filters: bool) -> str:
         """``"heads"``, ``"supports"`` or ``"none"`` for samplers that filter (top-p, top-k) or do not.

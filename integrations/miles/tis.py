@@ -1,4 +1,4 @@
-"""`tis_function`: importance sampling inside Miles' own policy loss, through ``--custom-tis-function-path``.
+"""Adapter: `tis_function`, importance sampling inside Miles' own policy loss, for ``--custom-tis-function-path``.
 
 The hook sees log-probs alone, so there is MIS, TIS and sequence guards here, and no centering. Both denominators are
 put into ``pg_loss`` and the masks are returned as they came: what Miles divides by when a mask shrinks differs between
@@ -7,19 +7,22 @@ its Megatron backend (the whole rollout) and its torch-native one (what is left 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from offpolicy_corr.integrations._common.collectives import raise_together
+from offpolicy_corr.integrations._common.errors import check_row_lengths
+from offpolicy_corr.integrations._common.layout import RowLayout
 from torch import Tensor
 
-from offpolicy_corr import guards
 from offpolicy_corr.records.errors import RecordError
 
-from .host import all_reduce, check_row_lengths, group_of
-from .layout import Layout, Tokens
+from .host import group_of
+from .layout import list_layout
+from .metrics import PREFIX, mismatch
 from .options import tis_refusals
-from .report import LARGEST_LOG_RATIO
+from .sequence_weights import Responses, growth_of_kept, keep_samples
 from .settings import Settings, SettingsError
 
 
@@ -60,53 +63,42 @@ def tis_function(
     problems = tis_refusals(args, settings)
     if problems:
         raise SettingsError("tis_function must not run as configured:\n- " + "\n- ".join(problems))
-    layout, listed = _layout(args, total_lengths, response_lengths, max_seq_lens, parallel_state)
-    masks = _full_mask(loss_masks, response_lengths, pg_loss.device)
-    trained = masks[listed.flat(layout).to(pg_loss.device)]
-    log_ratio = _log_ratio(layout, train_log_probs, rollout_log_probs, trained, settings.validate)
+    group, device = group_of(parallel_state.cp), pg_loss.device
+
+    def read() -> tuple[Responses, Tensor, Tensor]:
+        layout = list_layout(
+            args,
+            total_lengths,
+            response_lengths,
+            max_seq_lens,
+            parallel_state.cp.rank,
+            parallel_state.cp.size,
+        )
+        full_mask = _full_mask(loss_masks, layout.responses, device)
+        is_trained = full_mask[layout.list_tokens.index(layout).to(device)]
+        log_ratio = _log_ratio(layout, train_log_probs, rollout_log_probs, is_trained, settings.validate)
+        return Responses(layout, layout.list_tokens, full_mask, group), is_trained, log_ratio
+
+    responses, is_trained, log_ratio = raise_together(read, group, device)
     weight = settings.correction.rule.weight(log_ratio, torch.ones_like(log_ratio))
-    weight = torch.where(trained, weight, 0.0)
-    group = group_of(parallel_state.cp)
-    keep = _keep(settings, layout, listed, log_ratio, masks, group)
-    sample = listed.sample.to(pg_loss.device)
-    metrics = _metrics(settings, log_ratio, weight, trained, keep[sample])
+    weight = torch.where(is_trained, weight, 0.0)
+    keep = keep_samples(settings, responses, log_ratio)
+    sample_kept = torch.ones_like(is_trained) if keep is None else responses.of_tokens(keep)
+    columns = {**mismatch(log_ratio, weight, settings.band), "sequence_kept": sample_kept}
+    metrics = {
+        PREFIX + key: torch.where(is_trained, value.to(weight.dtype), 0.0) for key, value in columns.items()
+    }
     if not getattr(args, "use_tis", True):
         return pg_loss, loss_masks, metrics
-    factor = torch.where(keep[sample], weight, 0.0)
+    factor = torch.where(sample_kept, weight, 0.0)
     if settings.denominator == "kept":
-        (kept,) = _whole([(weight > 0).to(weight.dtype)], layout, listed, group)
-        total = layout.per_sample(masks.to(weight.dtype))
-        factor = factor * (total / layout.per_sample(kept).clamp(min=1.0))[sample]
+        factor = factor * growth_of_kept(responses, weight > 0, weight.dtype)
     # replaced, not multiplied: at a masked token the loss itself may be NaN
-    live = trained & (factor > 0)
-    clean = torch.where(live, pg_loss, torch.zeros((), dtype=pg_loss.dtype, device=pg_loss.device))
+    clean = torch.where(factor > 0, pg_loss, torch.zeros((), dtype=pg_loss.dtype, device=device))
     return clean * factor.to(pg_loss.dtype), loss_masks, metrics
 
 
-def _layout(
-    args: Any, totals: list[int], responses: list[int], padded: list[int] | None, state: Any
-) -> tuple[Layout, Tokens]:
-    form = getattr(args, "qkv_format", "thd")
-    if form == "bshd" and padded is None:
-        raise RecordError(
-            "the hook got no max_seq_lens under qkv_format bshd",
-            field="max_seq_lens",
-            remedy="Upgrade Miles.",
-        )
-    layout = Layout(
-        tuple(int(n) for n in totals),
-        tuple(int(n) for n in responses),
-        state.cp.rank,
-        state.cp.size,
-        False,  # log-probs are in zigzag order under every context parallelism
-        0,
-        None,
-        tuple(int(n) for n in padded) if form == "bshd" and padded is not None else None,
-    )
-    return layout, layout.listed()
-
-
-def _full_mask(loss_masks: list[Tensor], responses: list[int], device: torch.device) -> Tensor:
+def _full_mask(loss_masks: list[Tensor], responses: Sequence[int], device: torch.device) -> Tensor:
     check_row_lengths(
         "loss_masks", loss_masks, responses, "The mask must grow with the response (partial rollouts)."
     )
@@ -115,65 +107,25 @@ def _full_mask(loss_masks: list[Tensor], responses: list[int], device: torch.dev
 
 
 def _log_ratio(
-    layout: Layout, train: list[Tensor], rollout: list[Tensor], trained: Tensor, validate: bool
+    layout: RowLayout, train: list[Tensor], rollout: list[Tensor], is_trained: Tensor, validate: bool
 ) -> Tensor:
     """log p_old − log q, ``[C]``, 0 at masked tokens. ``validate`` waits for the device."""
-    flat = []
+    columns = []
     for key, values in (("log_probs", train), ("rollout_log_probs", rollout)):
         if values is None or any(value is None for value in values):
             remedy = "Have the rollout record log-probs of every sample; leave skip_actor_forward_only off."
             raise RecordError(f"the hook got no {key}", field=key, remedy=remedy)
-        check_row_lengths(key, values, layout.listed_lengths(), "CP-local lists, as Miles slices them.")
-        flat.append(torch.cat([trained.new_zeros(0, dtype=torch.float32), *values]).detach())
-    log_ratio = torch.where(trained, flat[0] - flat[1], 0.0)
+        check_row_lengths(key, values, layout.list_lengths, "CP-local lists, as Miles slices them.")
+        columns.append(torch.cat([is_trained.new_zeros(0, dtype=torch.float32), *values]).detach())
+    log_ratio = torch.where(is_trained, columns[0] - columns[1], 0.0)
     bad = log_ratio.isnan()
     if validate and bool(bad.any()):
-        where = int(bad.nonzero()[0, 0])
-        remedy = "Mask tokens whose log-prob is missing."
+        at = int(bad.nonzero()[0, 0])
         raise RecordError(
             "log-prob is not a number at a trained token",
-            token=where,
+            sample=int(layout.list_tokens.sample[at]),
+            token=int(layout.list_tokens.position[at]),
             field="rollout_log_probs",
-            remedy=remedy,
+            remedy="Mask tokens whose log-prob is missing.",
         )
     return log_ratio
-
-
-def _keep(
-    settings: Settings, layout: Layout, listed: Tokens, log_ratio: Tensor, masks: Tensor, group: Any
-) -> Tensor:
-    """Which samples the guards keep, bool ``[B]``."""
-    count = len(layout.responses)
-    keep = torch.ones(count, dtype=torch.bool, device=log_ratio.device)
-    if not settings.guards:
-        return keep
-    (whole,) = _whole([log_ratio], layout, listed, group)
-    sequence = layout.samples().to(whole.device)
-    for name, bounds in settings.guards:
-        verdict = getattr(guards, name)(whole, sequence, masks, **dict(bounds))
-        keep[: verdict.numel()] &= verdict
-    return keep
-
-
-def _whole(columns: list[Tensor], layout: Layout, listed: Tokens, group: Any) -> list[Tensor]:
-    full = torch.zeros(len(columns), sum(layout.responses), dtype=columns[0].dtype, device=columns[0].device)
-    full[:, listed.flat(layout).to(full.device)] = torch.stack(columns)
-    return list(all_reduce(full, group).unbind(0))
-
-
-def _metrics(
-    settings: Settings, log_ratio: Tensor, weight: Tensor, trained: Tensor, keep: Tensor
-) -> dict[str, Tensor]:
-    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-    low, high = (math.log(bound) if bound > 0 else -math.inf for bound in settings.band)
-    columns = {
-        "kl_k1": -log_ratio,
-        "kl_k3": ratio - 1.0 - log_ratio.clamp(max=LARGEST_LOG_RATIO),
-        "ratio": ratio,
-        "ratio_squared": ratio.square(),
-        "weight": weight,
-        "kept": weight > 0,
-        "out_of_band": (log_ratio < low) | (log_ratio > high),
-        "sequence_kept": keep,
-    }
-    return {f"offpolicy_corr/{k}": torch.where(trained, v.to(ratio.dtype), 0.0) for k, v in columns.items()}

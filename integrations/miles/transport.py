@@ -1,4 +1,4 @@
-"""Carries extra per-token arrays from samples to the loss, in-process, where the installed Miles does not.
+"""Adapter: carries extra per-token arrays from samples to the loss, in-process, where the installed Miles does not.
 
 Three points of Miles decide what reaches a loss: the converter of samples, the packing of shards, and the batch
 iterator; the last two drop keys that they do not know. `convert_samples` (named by
@@ -9,7 +9,7 @@ Nothing is edited; `remove` undoes it. Torch-native trainers have no such hook: 
 how to encode them.
 
 What a sample brings, as attributes that the generate function sets, all optional, all ``[response length]`` or CSR
-over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one a token,
+over it: the candidate arrays by the names in `candidates`, ``offpolicy_corr_group`` (a group's name, or one per token,
 None where nobody sampled), and Miles' own ``weight_versions``. Metadata ``offpolicy_corr_group`` serves as well.
 `attach` sets them from a record that `offpolicy_corr.integrations.sglang` read.
 """
@@ -32,12 +32,14 @@ from offpolicy_corr.records.record import SamplerRecord
 
 from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, UnknownVersion, first_module
 from .options import drops_count
+from .sampler_lag import NEWEST_KEY, VERSION_KEY, sampler_lags
 from .settings import Settings
-from .versions import lags
+from .step_tokens import count_step_tokens
 
 KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)
 _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
-_TEMPERATURE = "offpolicy_corr_temperature"  # on samples alone: compared with the run's, never shipped
+# on samples alone: compared with the run's and the sample's own, never shipped
+_TEMPERATURE, _TOKENS = "offpolicy_corr_temperature", "offpolicy_corr_tokens"
 _CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
 
@@ -57,8 +59,8 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         UnknownVersion: Miles' conversion or packing is not the one that is known.
-        RecordError: an array that some samples have and others lack, or of another length than its response; a token
-            that was not drawn at ``rollout_temperature``.
+        RecordError: an array that some samples have and others lack, or of another length than its response; an
+            attached record of other tokens than the sample's; a token that was not drawn at ``rollout_temperature``.
         ValueError: options under which Miles does not tell a converter what it needs.
     """
     for name in ("use_dynamic_global_batch_size", "multi_lora", "delay_split_train_data_by_dp"):
@@ -67,7 +69,9 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
                 f"{name} with the transport extension: Miles does not hand its metadata to a converter"
             )
     extend_rollout()
-    _check_temperature(args, samples)
+    for index, sample in enumerate(samples):
+        _check_tokens(sample, index)
+        _check_temperature(args, sample, index)
     data: dict[str, Any] = _converter()(args, list(samples))
     extra = extra_keys(Settings.of(getattr(args, "offpolicy_corr", None)), samples)
     return {**extra, **data}
@@ -83,9 +87,23 @@ def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any
         found[key] = [_array(value, key, index, samples[index]) for index, value in enumerate(values)]
     if settings.groups:
         found[GROUP_KEY] = [_group(sample, index, settings.groups) for index, sample in enumerate(samples)]
-    if any(getattr(sample, "weight_versions", None) for sample in samples):
-        found[LAG_KEY] = lags(samples)
+    if settings.guards_sampler_lag():
+        found[LAG_KEY] = sampler_lags(samples)
     return found
+
+
+def declare_newest_version(samples: Sequence[Any], version: int | None) -> None:
+    """Say which weights were last published to the samplers when these samples were collected.
+
+    For a rollout function of your own, which Miles tells it as ``input.weight_version`` (None before the first
+    update): the guard ``behind_newest_sampler`` then counts back from it, instead of from the newest version in the
+    batch. ``samples`` may be nested, as rollout functions return them.
+    """
+    for sample in samples:
+        if isinstance(sample, (list, tuple)):
+            declare_newest_version(sample, version)
+        elif version is not None:
+            setattr(sample, NEWEST_KEY, int(version))
 
 
 def attach(
@@ -93,8 +111,9 @@ def attach(
 ) -> None:
     """Put a record of one whole response (see `offpolicy_corr.integrations.sglang`) onto a sample of Miles.
 
-    Sets ``rollout_log_probs``, the candidate arrays that the record holds, and the group; clears what an earlier
-    attempt left. Call it last in a generate function: turns that Miles appends or merges later are not in the record.
+    Sets ``rollout_log_probs``, the candidate arrays that the record holds, the group and numbered weight versions;
+    clears what an earlier attempt left. Call it last in a generate function, after every attempt: turns that Miles
+    appends or merges later are not in the record.
 
     Args:
         sample: ``tokens`` and ``response_length`` are set.
@@ -120,11 +139,12 @@ def attach(
         raise RecordError("tokens disagree", token=token, field="tokens", value=sample.tokens, remedy=remedy)
     if record.logprobs is None:
         raise RecordError("a record without log-probs", field="logprobs", remedy="Ask the engine for them.")
-    for key in (*CANDIDATE_KEYS, GROUP_KEY):
+    for key in (*CANDIDATE_KEYS, GROUP_KEY, VERSION_KEY):
         setattr(sample, key, None)
     sample.rollout_log_probs = torch.where(mask, record.logprobs, 0.0).tolist()
     if loss_mask is not None:
         sample.loss_mask = mask.int().tolist()
+    setattr(sample, _TOKENS, record.tokens.cpu().numpy())
     temperature = torch.as_tensor(record.temperature, dtype=torch.float32).expand(response)
     setattr(sample, _TEMPERATURE, torch.where(mask, temperature, torch.nan).numpy())
     if record.candidates is not None and bool(mask.any()):
@@ -134,6 +154,8 @@ def attach(
         setattr(sample, GROUP_KEY, [record.group_names[g] if g >= 0 else None for g in record.group.tolist()])
     elif group is not None:
         setattr(sample, GROUP_KEY, group)
+    if record.weight_version is not None and record.version_names is None:
+        setattr(sample, VERSION_KEY, record.weight_version.cpu().numpy())
 
 
 def _candidate_arrays(candidates: CandidateSet, mask: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
@@ -179,7 +201,7 @@ def extend_rollout() -> None:
         if drops_count(args):
             data = {
                 **data,
-                STEP_TOKENS_KEY: step_tokens(data["loss_masks"], partitions, args.global_batch_size),
+                STEP_TOKENS_KEY: count_step_tokens(data["loss_masks"], partitions, args.global_batch_size),
             }
         for shard, partition in zip(shards, partitions, strict=True):
             shard.update(
@@ -192,24 +214,6 @@ def extend_rollout() -> None:
     if specs is not None:  # what Mooncake's store is not told about, it hands out as nested lists
         ours = {key: module.ValueSpec(codec="typed_ragged") for key in KEYS if key not in specs}
         _replace("specs", module, "ROLLOUT_DATA_VALUE_SPEC", {**specs, **ours})
-
-
-def step_tokens(
-    masks: Sequence[Sequence[int]], partitions: Sequence[Sequence[int]], global_batch_size: int
-) -> list[np.ndarray[Any, Any]]:
-    """Per sample, int64 ``[1]``, how many tokens its optimizer step trains over all ranks.
-
-    Every rank takes its samples in order, ``global_batch_size / ranks`` a step. Samples behind the last whole step are
-    never trained on; theirs is 0.
-    """
-    size = global_batch_size // len(partitions)
-    found = [np.zeros(1, dtype=np.int64) for _ in masks]
-    for step in range(min(len(partition) for partition in partitions) // size):
-        members = [i for partition in partitions for i in list(partition)[step * size : (step + 1) * size]]
-        total = sum(int(np.sum(masks[i])) for i in members)
-        for i in members:
-            found[i][0] = total
-    return found
 
 
 def extend_trainer(args: Any = None) -> None:
@@ -308,25 +312,36 @@ def _load(path: str) -> Any:
     return load(path)
 
 
-def _check_temperature(args: Any, samples: Sequence[Any]) -> None:
+def _check_tokens(sample: Any, index: int) -> None:
+    """An attached record must be of the tokens that the sample has now: a retry leaves it behind."""
+    attached = getattr(sample, _TOKENS, None)
+    if attached is None:
+        return
+    tokens = np.asarray(sample.tokens)[len(sample.tokens) - int(sample.response_length) :]
+    if np.array_equal(attached, tokens):
+        return
+    remedy = (
+        "A retry, or a turn that was trimmed or merged, keeps the old record: call attach last, every time."
+    )
+    raise RecordError("the attached record is of other tokens", sample=index, field="tokens", remedy=remedy)
+
+
+def _check_temperature(args: Any, sample: Any, index: int) -> None:
     """Miles scores every token at one temperature."""
-    for index, sample in enumerate(samples):
-        drawn_at = getattr(sample, _TEMPERATURE, None)
-        if drawn_at is None:
-            continue
-        differ = np.abs(drawn_at - args.rollout_temperature) > 1e-6  # NaN, where nobody drew, does not differ
-        if differ.any():
-            token = int(differ.argmax())
-            remedy = f"Ask every engine for --rollout-temperature {args.rollout_temperature}."
-            value = float(drawn_at[token])
-            raise RecordError(
-                "drawn at another temperature",
-                sample=index,
-                token=token,
-                field="temperature",
-                value=value,
-                remedy=remedy,
-            )
+    drawn_at = getattr(sample, _TEMPERATURE, None)
+    if drawn_at is None:
+        return
+    differ = np.abs(drawn_at - args.rollout_temperature) > 1e-6  # NaN, where nobody drew, does not differ
+    if differ.any():
+        token = int(differ.argmax())
+        raise RecordError(
+            "drawn at another temperature",
+            sample=index,
+            token=token,
+            field="temperature",
+            value=float(drawn_at[token]),
+            remedy=f"Ask every engine for --rollout-temperature {args.rollout_temperature}.",
+        )
 
 
 def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any]:

@@ -1,0 +1,1 @@
+"""Adapter: what trainers' adapters share: row layouts, ragged candidate rows, reducers, collectives, errors."""
