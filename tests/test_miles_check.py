@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from offpolicy_corr.integrations.miles import Settings, SettingsError, check_main
-from offpolicy_corr.integrations.miles.check import CONVERTER, TRAINER_HOOK, parse_launch
+from offpolicy_corr.integrations.miles.launch import parse_launch
+from offpolicy_corr.integrations.miles.option_table import OPTIONS, RULES
+from offpolicy_corr.integrations.miles.options import (
+    CONVERTER,
+    CONVERTER_OPTION,
+    HOOK_OPTION,
+    TIS_PATH,
+    TRAINER_HOOK,
+)
 
 import offpolicy_corr as oc
 
@@ -22,10 +30,18 @@ BASE = {
 }
 
 
+EXTENDED = {CONVERTER_OPTION: CONVERTER, HOOK_OPTION: TRAINER_HOOK}
+SUPPORTS = ["--rollout-top-p", "0.97", "--rollout-top-k", "64"]
+
+
 def check(tmp_path: Path, options: dict[str, Any], *launch: str) -> int:
+    """The command on a launch line that asks for heads, unless ``launch`` says something else."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(options))
-    return check_main([str(path), *launch])
+    words = list(launch)
+    if not any("top-logprobs-num" in word or "top-k" in word for word in words):
+        words += ["--rollout-top-logprobs-num", "128"]
+    return check_main([str(path), *words])
 
 
 def test_the_mapping_becomes_a_correction() -> None:
@@ -91,6 +107,36 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({"custom_loss_function_path": "other.loss"}, [], "not this loss"),
         ({"rolout_temperature": 1.0}, [], "did you mean rollout_temperature"),
         ({"lr": "1e-6"}, [], "as text"),
+        ({"entropy_coef": "0.5"}, [], "must be a number, got '0.5'. Remove the quotes: 0.5"),
+        ({"use_kl_loss": "false"}, [], "write true or false, without quotes"),
+        ({}, ["--advantage-estimator", "grpoo"], "use one of grpo"),
+        ({}, ["--qkv-format", "sbhd"], "use one of thd, bshd"),
+        ({}, ["--rollout-top-p", "0.9", "--rollout-top-k", "20.5"], "give a whole number"),
+        ({}, ["--rollout-top-p", "1.5"], "it lies in (0, 1]"),
+        ({}, ["--rollout-min-p", "0.1"], "truncates without a recorded support"),
+        (
+            {},
+            ["--rollout-top-p", "0.97", "--rollout-top-k", "64"],
+            "on Megatron the recorded supports reach the loss only",
+        ),
+        ({}, ["--rollout-top-k", "20"], "on Megatron the recorded supports reach the loss only"),
+        (
+            {**EXTENDED, "use_dynamic_global_batch_size": True},
+            [],
+            "use_dynamic_global_batch_size with the converter",
+        ),
+        (
+            {"custom_loss_function_path": "offpolicy_corr.integrations.miles.policy_los"},
+            [],
+            "did you mean offpolicy_corr.integrations.miles.policy_loss?",
+        ),
+        (
+            {CONVERTER_OPTION: "offpolicy_corr.integrations.miles.transprt.convert_samples"},
+            [],
+            "there is no module",
+        ),
+        ({"custom_generate_function_path": "json.lods"}, [], "did you mean json.loads?"),
+        ({"custom_rm_path": 3}, [], "name a function"),
         ({"rollout_temperature": "hot"}, [], "rollout_temperature must be a number"),
         ({"kl_loss_coef": "much"}, [], "kl_loss_coef must be a number"),
         ({}, ["--rollout-top-k", "many"], "rollout_top_k must be a number"),
@@ -137,12 +183,13 @@ def test_null_is_no_number(tmp_path: Path, capsys: Any) -> None:
 def test_check_prints_what_the_samplers_must_record(tmp_path: Path, capsys: Any) -> None:
     assert check(tmp_path, BASE, "--rollout-top-logprobs-num", "64") == 0
     assert "top_logprobs_num: 64" in capsys.readouterr().out
-    assert check(tmp_path, BASE, "--rollout-top-p", "0.97", "--rollout-top-k", "64") == 0
+    supports = {**BASE, **EXTENDED}
+    assert check(tmp_path, supports, *SUPPORTS) == 0
     printed = capsys.readouterr().out
     assert "return_sampling_mask: True" in printed
     assert "sampling_logprobs_mode: support" in printed
     assert "  top_logprobs_num" not in printed
-    assert check(tmp_path, BASE, "--rollout-top-p", "0.97", "--rollout-top-k", "5000") == 0
+    assert check(tmp_path, supports, "--rollout-top-p", "0.97", "--rollout-top-k", "5000") == 0
     assert "--sampling-mask-max-tokens 5000" in capsys.readouterr().out
     assert check(tmp_path, {**BASE, "offpolicy_corr": {"correction": "mis"}}) == 0
     assert "top_logprobs_num" not in capsys.readouterr().out
@@ -160,9 +207,9 @@ def test_a_torch_native_trainer_s_hook_is_named(tmp_path: Path, capsys: Any) -> 
 
 def test_sampling_options_belong_on_the_launch_line(tmp_path: Path, capsys: Any) -> None:
     sampling = {"rollout_top_p": 0.97, "rollout_top_k": 64}
-    assert check(tmp_path, {**BASE, **sampling}) == 0
+    assert check(tmp_path, {**BASE, **EXTENDED, **sampling}) == 0
     assert "--rollout-top-p on the launch line" in capsys.readouterr().out
-    assert check(tmp_path, {**BASE, **sampling}, "--rollout-top-p", "0.97", "--rollout-top-k", "64") == 0
+    assert check(tmp_path, {**BASE, **EXTENDED, **sampling}, *SUPPORTS) == 0
     assert "launch line" not in capsys.readouterr().out
 
 
@@ -213,3 +260,89 @@ def test_yaml_is_named_by_its_extra_where_it_is_missing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert "offpolicy-corr[miles]" in done.stderr
+
+
+def test_heads_that_nobody_records_are_found_before_the_first_step(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    assert check_main([str(path)]) == 1
+    assert "no head is recorded without --rollout-top-logprobs-num" in capsys.readouterr().out
+    path.write_text(yaml.safe_dump({**BASE, "custom_generate_function_path": "my_project.rollout.generate"}))
+    assert check_main([str(path)]) == 0  # a generate function of one's own may attach them
+    assert "my_project.rollout is not installed here" in capsys.readouterr().out
+
+
+def test_top_k_without_top_p_is_a_support(tmp_path: Path, capsys: Any) -> None:
+    assert check(tmp_path, {**BASE, **EXTENDED}, "--rollout-top-k", "20") == 0
+    assert "--rollout-top-p 1.0 --rollout-top-k 20" in capsys.readouterr().out
+
+
+def test_a_misspelled_hook_is_one_error(tmp_path: Path, capsys: Any) -> None:
+    hook = {"use_tis": True, "custom_tis_function_path": TIS_PATH.replace("function", "func")}
+    assert check(tmp_path, {**hook, "offpolicy_corr": {"correction": "mis"}}) == 1
+    printed = capsys.readouterr().out
+    assert (
+        sum(line.startswith("error: ") for line in printed.splitlines()) == 1
+        and f"did you mean {TIS_PATH}?" in printed
+    )
+
+
+def test_a_refusal_says_where_its_values_come_from(tmp_path: Path, capsys: Any) -> None:
+    assert check(tmp_path, {**BASE, "rollout_temperature": 0}, "--qkv-format", "sbhd") == 1
+    printed = capsys.readouterr().out
+    assert "(rollout_temperature: the YAML)" in printed and "(qkv_format: the launch line)" in printed
+
+
+def test_the_file_that_is_checked_is_the_one_that_is_launched(tmp_path: Path, capsys: Any) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("{}")
+    assert check(tmp_path, BASE, "--custom-config-path", str(other)) == 1
+    assert "the run would read the other file" in capsys.readouterr().out
+    assert check(tmp_path, BASE, "--custom-config-path", str(tmp_path / "." / "run.yaml")) == 0
+    assert check(tmp_path, BASE, "--custom-config-path", "base64:e30=") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"loss_type: custom_loss\nloss_type: policy_loss\n", "loss_type stands twice, on lines 1 and 2"),
+        (b"offpolicy_corr:\n  low: 0.5\n  low: 0.2\n", "low stands twice, on lines 2 and 3"),
+        (b"loss_type: caf\xe9\n", "not UTF-8 (byte 0xe9 at position 14)"),
+        (b"a:\n\tb: 1\n", "not YAML"),
+        (b"- a\n", "must be a mapping"),
+        (b"text\n", "must be a mapping"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"a: [", "not YAML"),
+        (b"a: " + b"[" * 5000, "not YAML"),
+        (b"a: !!python/object:os.system 1\n", "not YAML"),
+        (b"? [1, 2]\n: 3\n", "not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(
+    tmp_path: Path, capsys: Any, content: bytes, says: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    assert check_main([str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_and_an_absent_file_are_named(tmp_path: Path, capsys: Any) -> None:
+    assert check_main([str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert check_main([str(tmp_path / "absent.yaml")]) == 2
+    assert "absent.yaml cannot be read: No such file" in capsys.readouterr().err
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    assert check_main([str(empty)]) == 1  # no mapping of ours
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 0, -1, 1.5, "", "text", [], {}, [1, "a"], {"a": None}, float("nan")]
+)
+def test_no_value_of_any_option_breaks_the_check(tmp_path: Path, value: Any) -> None:
+    """Whatever stands in an option, the command refuses it or takes it; it never ends in a traceback."""
+    names = sorted({o.name for o in OPTIONS} | {n for rule in RULES for n in rule.names} | {"offpolicy_corr"})
+    for name in [*names, "train_backend", "vocab_size", "custom_loss_function_path", "custom_config_path"]:
+        assert check(tmp_path, {**BASE, name: value}) in (0, 1)
+        assert check(tmp_path, {**BASE, **EXTENDED, name: value}, *SUPPORTS) in (0, 1)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from offpolicy_corr.integrations.miles import Settings, check_main
-from offpolicy_corr.integrations.miles.options import refusals
+from offpolicy_corr.integrations.miles.option_table import problems
+from offpolicy_corr.integrations.miles.options import LOSS
 
 import miles_double as double
 import offpolicy_corr as oc
@@ -90,7 +91,7 @@ def test_miles_own_parser_takes_the_launch_and_applies_the_file(config: str) -> 
     assert args.loss_type == "custom_loss"
     assert args.use_rollout_logprobs
     assert Settings.of(args.offpolicy_corr).correction == oc.Correction()
-    assert refusals(args, Settings.of(args.offpolicy_corr)) == []
+    assert problems(args, Settings.of(args.offpolicy_corr), LOSS) == []
 
 
 def test_shares_of_the_fleet_are_kept() -> None:

@@ -1,16 +1,14 @@
-"""``offpolicy-corr miles check config.yaml [launch arguments…]``: what a run would refuse, before a cluster is spent.
+"""Adapter: ``offpolicy-corr miles check config.yaml [launch arguments…]``, what a run would refuse.
 
-Miles applies the YAML of ``--custom-config-path`` near the end of its own validation, so that an option set there
-bypasses the checks before it. They are repeated here, on the launch arguments overridden by the YAML.
+The launch arguments are overridden by the YAML, as Miles does near the end of its own validation. What may stand in an
+option is said in `option_table`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +16,43 @@ from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.requests import RequestParameters, request_parameters
 
 from .host import torch_native
+from .launch import USAGE, other_config, parse_launch, path_problem, read_file
+from .option_table import OPTIONS, RULES, environment_problems, problems
 from .options import (
-    DROPPED_COUNT,
+    CONVERTER,
+    CONVERTER_OPTION,
+    HOOK_OPTION,
+    LAUNCH,
+    LAUNCH_LOSS,
     LOSS_PATH,
+    TIS,
     TIS_PATH,
-    drops_count,
-    environment_refusals,
+    TRAINER_HOOK,
+    Problem,
     filters,
-    not_numbers,
-    refusals,
-    tis_refusals,
+    number_of,
 )
 from .sampling import spec_of_kind
-from .settings import Settings, SettingsError
-
-USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
-CONVERTER = "offpolicy_corr.integrations.miles.transport.convert_samples"
-TRAINER_HOOK = "offpolicy_corr.integrations.miles.transport.extend_trainer"
-_CONVERTER_OPTION, _HOOK_OPTION = "custom_convert_samples_to_train_data_path", "custom_megatron_init_path"
+from .settings import EXPONENT, Settings, SettingsError
 
 _NATIVE = (
     "  (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
 )
-
-_EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
-
-# names that this command reads, so that a slip of the pen in the YAML is found: Miles takes any name
-_NAMES = """
-    loss_type custom_loss_function_path custom_tis_function_path use_tis tis_clip use_rollout_logprobs
-    get_mismatch_metrics offpolicy_corr rollout_temperature rollout_top_p rollout_top_k rollout_top_logprobs_num
-    calculate_per_token_loss disable_grpo_std_normalization advantage_estimator entropy_coef use_kl_loss kl_loss_coef
-    kl_loss_type recompute_loss_function qkv_format allgather_cp train_backend custom_megatron_init_path
-    custom_convert_samples_to_train_data_path delay_split_train_data_by_dp true_on_policy_mode vocab_size
-"""
-_KNOWN = frozenset(_NAMES.split())
+_TIS_OPTION, _LOSS_OPTION = "custom_tis_function_path", "custom_loss_function_path"
+# names that this command reads, so that a misspelled one in the YAML is found: Miles takes any name
+_KNOWN = frozenset(
+    {
+        "offpolicy_corr",
+        "tis_clip",
+        "disable_grpo_std_normalization",
+        "allgather_cp",
+        "train_backend",
+        "vocab_size",
+    }
+    | {_LOSS_OPTION, "custom_generate_function_path", "kl_loss_type"}
+    | {option.name for option in OPTIONS}
+    | {name for rule in RULES for name in rule.names}
+)
 
 
 def check_main(argv: list[str]) -> int:
@@ -65,109 +66,77 @@ def check_main(argv: list[str]) -> int:
         return 2
     try:
         launch = parse_launch(argv[1:])
-        options = {**launch, **read_yaml(Path(argv[0]).read_text(encoding="utf-8"))}
-    except (OSError, SettingsError) as error:
+        yaml = read_file(argv[0])
+    except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    problems, advice, settings = examine(options)
-    advice += _behind_the_checks(options, launch)
-    if settings is not None and not problems:
+    options = {**launch, **yaml}
+    found, notes, settings = examine(options, Path(argv[0]).parent)
+    other = other_config(launch, argv[0])
+    if other is not None:
+        found.append(Problem(("custom_config_path",), other))
+    notes += _behind_the_checks(yaml, launch)
+    lines: list[str] = []
+    if settings is not None and not found:
         try:
             lines = needs(Namespace(**options), settings)
         except (RecordError, SettingsError) as error:
-            problems.append(str(error))
-    for problem in problems:
-        print(f"error: {problem}")
-    for note in advice:
+            found.append(Problem((), str(error)))
+    for problem in found:
+        print(f"error: {problem.text}{_sources(problem, yaml, launch)}")
+    for note in notes:
         print(f"note: {note}")
-    if problems:
-        print(
-            f"{len(problems)} error{'s' if len(problems) > 1 else ''}: this run would fail or train on something else."
-        )
+    if found:
+        print(f"{len(found)} error{'s' * (len(found) > 1)}: this run would fail or train on something else.")
         return 1
     print("\n".join(lines))
     return 0
 
 
-def read_yaml(text: str) -> dict[str, Any]:
-    """The YAML as Miles reads it (``safe_load``).
+def examine(options: dict[str, Any], folder: Path) -> tuple[list[Problem], list[str], Settings | None]:
+    """(what must be put right, what should be known, the settings where they could be read).
 
-    Raises:
-        SettingsError: pyyaml is missing, the text is no YAML or no mapping, or holds a number that YAML reads as text.
+    ``folder`` is that of the YAML, where modules of one's own may lie.
     """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise SettingsError("reading YAML needs pyyaml: pip install 'offpolicy-corr[miles]'") from None
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"not YAML: {error}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise SettingsError(f"the YAML must be a mapping of options, got {type(data).__name__}")
-    return {str(key): value for key, value in data.items()}
-
-
-def parse_launch(argv: Sequence[str]) -> dict[str, Any]:
-    """``--option value``, ``--option=value`` and switches, by Miles' names. A repeated option counts last."""
-    found: dict[str, Any] = {}
-    index = 0
-    while index < len(argv):
-        word = argv[index]
-        index += 1
-        if not word.startswith("--"):
-            raise SettingsError(f"launch arguments start with --, got {word!r}. {USAGE}")
-        name, equals, value = word[2:].partition("=")
-        values = [value] if equals else []
-        while not equals and index < len(argv) and not _is_option(argv[index]):
-            values.append(argv[index])
-            index += 1
-        key = name.replace("-", "_")
-        found[key] = (
-            True if not values else _scalar(values[0]) if len(values) == 1 else [_scalar(v) for v in values]
-        )
-    return found
-
-
-def examine(options: dict[str, Any]) -> tuple[list[str], list[str], Settings | None]:
-    """(what must be put right, what should be known, the settings where they could be read)."""
     args = Namespace(**options)
-    problems, advice = _slips(options), list[str]()
+    found, notes = _misspelled(options), list[str]()
+    for name, value in options.items():
+        if _names_function(name) and value is not None:
+            problem, note = path_problem(name, value, folder)
+            found += [Problem((name,), problem)] if problem else []
+            notes += [note] if note else []
     try:
         settings = Settings.of(options.get("offpolicy_corr"))
     except SettingsError as error:
-        return [*problems, str(error)], advice, None
-    if (
-        options.get("custom_tis_function_path") == TIS_PATH
-        and options.get("loss_type", "policy_loss") != "custom_loss"
-    ):
-        problems += not_numbers(args) or tis_refusals(args, settings)
+        return [*found, Problem(("offpolicy_corr",), str(error))], notes, None
+    if uses_tis_hook(options):
+        checkers = [TIS, LAUNCH]
         if not options.get("use_tis"):
-            advice.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
+            notes.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
     else:
-        problems += _loss_path(options)
-        problems += not_numbers(args) or refusals(args, settings) + _kind(args, settings)
+        checkers = [LAUNCH_LOSS, LAUNCH]
+        found += [problem for problem in _loss_path(options) if problem.names not in {p.names for p in found}]
         if not options.get("use_rollout_logprobs"):
-            advice.append(
+            notes.append(
                 "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
             )
-    problems += environment_refusals() + _repeated_checks(options) + _transport(options, settings)
-    if torch_native(args) and options.get(_CONVERTER_OPTION) == CONVERTER:
-        advice.append(
-            f"torch-native trainers run no {_HOOK_OPTION}: give Ray the runtime environment "
+    judged = [problem for checker in checkers for problem in problems(args, settings, checker)]
+    found += dict.fromkeys(judged)  # a row may belong to both checkers
+    found += environment_problems()
+    if torch_native(args) and options.get(CONVERTER_OPTION) == CONVERTER:
+        notes.append(
+            f"torch-native trainers run no {HOOK_OPTION}: give Ray the runtime environment "
             f'{{"worker_process_setup_hook": "{TRAINER_HOOK}"}}'
         )
-    return problems, advice, settings
+    return found, notes, settings
 
 
 def needs(args: Any, settings: Settings) -> list[str]:
     """What must be set so that the samplers record all that the correction uses."""
-    kind = settings.kind_of_candidates(filters(args)) if _uses_loss(args) else "none"
-    count = int(getattr(args, "rollout_top_logprobs_num", 0) or 128)
-    sampling = spec_of_kind(args, kind)
-    request = request_parameters(sampling, settings.correction, num_candidates=count)
+    hook = uses_tis_hook(vars(args))
+    kind = "none" if hook else settings.kind_of_candidates(filters(args))
+    count = int(number_of(args, "rollout_top_logprobs_num", 0)) or 128
+    request = request_parameters(spec_of_kind(args, kind), settings.correction, num_candidates=count)
     center = "score centering, " if settings.correction.center else ""
     lines = [
         f"ok: {center}{settings.correction.rule}, candidates: {kind}, denominator: {settings.denominator}"
@@ -176,8 +145,16 @@ def needs(args: Any, settings: Settings) -> list[str]:
     lines += ["", "SGLang server:", *(f"  {flag}" for flag in flags)]
     lines += [f"  environment {name}={value}" for name, value in request.environment.items()]
     lines += ["SGLang request fields (beside sampling_params):", *_fields(request)]
-    lines += ["Miles:", *(f"  {option}" for option in _miles_options(args, settings, kind, count))]
-    return lines
+    if hook:
+        return [*lines, "Miles:", f"  --use-tis --custom-tis-function-path {TIS_PATH}"]
+    return [*lines, "Miles:", *(f"  {option}" for option in _miles_options(args, settings, kind, count))]
+
+
+def uses_tis_hook(options: dict[str, Any]) -> bool:
+    """Whether the run keeps Miles' own policy loss and takes the weights of our TIS hook, misspelled or not."""
+    path = options.get(_TIS_OPTION)
+    ours = isinstance(path, str) and path.startswith("offpolicy_corr.")
+    return ours and options.get("loss_type", "policy_loss") != "custom_loss"
 
 
 def _fields(request: RequestParameters) -> list[str]:
@@ -186,15 +163,14 @@ def _fields(request: RequestParameters) -> list[str]:
 
 
 def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list[str]:
-    if not _uses_loss(args):
-        return [f"--use-tis --custom-tis-function-path {TIS_PATH}"]
     options = [f"--loss-type custom_loss --custom-loss-function-path {LOSS_PATH}", "--use-rollout-logprobs"]
     if kind == "heads":
         options += [f"--rollout-top-logprobs-num {count}", _NATIVE]
     if kind == "supports":
-        options.append(f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}")
+        top_p, top_k = number_of(args, "rollout_top_p", 1.0), int(number_of(args, "rollout_top_k", -1))
+        options.append(f"--rollout-top-p {top_p} --rollout-top-k {top_k}")
         if settings.correction.center:
-            options += [f"--rollout-top-logprobs-num {max(count, int(args.rollout_top_k))}", _NATIVE]
+            options += [f"--rollout-top-logprobs-num {max(count, top_k)}", _NATIVE]
     if kind != "none" or settings.groups or settings.guards_sampler_lag():
         options += [
             "for groups and the sampler lag, for supports on Megatron, and for all candidates on v0.1.0:",
@@ -205,117 +181,53 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
     return options
 
 
-def _uses_loss(args: Any) -> bool:
-    return getattr(args, "custom_tis_function_path", None) != TIS_PATH
+def _names_function(name: str) -> bool:
+    return name.startswith("custom_") and name.endswith("_path") and name != "custom_config_path"
 
 
-def _loss_path(options: dict[str, Any]) -> list[str]:
-    path = options.get("custom_loss_function_path")
+def _loss_path(options: dict[str, Any]) -> list[Problem]:
+    path = options.get(_LOSS_OPTION)
     found = []
     if options.get("loss_type") is None:
-        found.append(
-            "loss_type is not set: Miles would train with its own policy_loss. Set loss_type: custom_loss"
-        )
+        text = "loss_type is not set: Miles would train with its own policy_loss. Set loss_type: custom_loss"
+        found.append(Problem(("loss_type",), text))
     if path is None:
-        found.append(f"custom_loss_function_path is not set: use {LOSS_PATH}")
-    elif isinstance(path, str) and ":" in path:
-        found.append(
-            f"custom_loss_function_path {path!r}: Miles splits at the last point, a colon fails. Use {LOSS_PATH}"
-        )
+        found.append(Problem((_LOSS_OPTION,), f"{_LOSS_OPTION} is not set: use {LOSS_PATH}"))
     elif path != LOSS_PATH:
-        found.append(f"custom_loss_function_path is {path!r}, which is not this loss: use {LOSS_PATH}")
+        text = f"{_LOSS_OPTION} is {path!r}, which is not this loss: use {LOSS_PATH}"
+        found.append(Problem((_LOSS_OPTION,), text))
     return found
 
 
-def _kind(args: Any, settings: Settings) -> list[str]:
-    try:
-        kind = settings.kind_of_candidates(filters(args))
-    except SettingsError as error:
-        return [str(error)]
-    if kind == "supports" and not filters(args):
-        return [
-            "candidates: supports needs rollout_top_p < 1 with rollout_top_k > 0: unfiltered samplers record none"
-        ]
-    top = getattr(args, "rollout_top_logprobs_num", None)
-    if kind == "heads" and top is not None and not int(top) > 0:
-        return ["rollout_top_logprobs_num is 0, so no head is recorded: set it, for example 128"]
-    top_k = getattr(args, "rollout_top_k", None) or -1
-    if kind == "supports" and top is not None and 0 < int(top) < int(top_k):
-        return [f"rollout_top_logprobs_num {top} cannot hold a support of rollout_top_k {top_k}"]
-    return []
-
-
-def _repeated_checks(options: dict[str, Any]) -> list[str]:
-    """What Miles checks before it applies the YAML."""
-    found = []
-    if options.get("use_rollout_logprobs") and options.get("use_tis"):
-        found.append(
-            "use_rollout_logprobs and use_tis exclude each other (Miles' own check, which the YAML bypasses)"
-        )
-    if options.get("get_mismatch_metrics") and not options.get("custom_tis_function_path"):
-        found.append(
-            "get_mismatch_metrics needs custom_tis_function_path (Miles' own check, which the YAML bypasses)"
-        )
-    if options.get("kl_coef") and options.get("kl_loss_coef"):
-        found.append(
-            "kl_coef and kl_loss_coef exclude each other (Miles' own check, which the YAML bypasses)"
-        )
-    estimator = str(options.get("advantage_estimator", ""))
-    if estimator.startswith("reinforce_plus_plus") and not options.get("normalize_advantages"):
-        found.append(f"{estimator} needs normalize_advantages (Miles' own check, which the YAML bypasses)")
-    return found
-
-
-def _transport(options: dict[str, Any], settings: Settings) -> list[str]:
-    args = Namespace(**options)
-    converter, hook = (options.get(name) for name in (_CONVERTER_OPTION, _HOOK_OPTION))
-    found = []
-    if (settings.groups or settings.guards_sampler_lag()) and converter != CONVERTER:
-        what = "groups" if settings.groups else "guards: behind_newest_sampler"
-        found.append(f"{what} needs {_CONVERTER_OPTION}: {CONVERTER}, which stamps them")
-    if drops_count(args) and _uses_loss(args) and converter != CONVERTER:
-        found.append(f"{DROPPED_COUNT}. {_CONVERTER_OPTION}: {CONVERTER} counts the tokens of a step")
-    if converter == CONVERTER and not torch_native(args) and hook != TRAINER_HOOK:
-        found.append(f"the converter's keys reach the loss only with {_HOOK_OPTION}: {TRAINER_HOOK}")
-    if converter == CONVERTER and options.get("delay_split_train_data_by_dp"):
-        found.append(
-            "delay_split_train_data_by_dp splits in the trainer, where the converter's keys would be dropped"
-        )
-    return found
-
-
-def _slips(options: dict[str, Any]) -> list[str]:
+def _misspelled(options: dict[str, Any]) -> list[Problem]:
     found = []
     for key, value in options.items():
         near = difflib.get_close_matches(key, _KNOWN, 1, cutoff=0.9)
         if near and key not in _KNOWN:
-            found.append(
-                f"{key} is no option known here: did you mean {near[0]}? Miles would take it and ignore it"
-            )
-        if isinstance(value, str) and _EXPONENT.fullmatch(value):
-            found.append(f"{key}: YAML reads {value} as text: write it with a point, for example 1.0e-4")
+            text = f"{key} is no option known here: did you mean {near[0]}? Miles would take it and ignore it"
+            found.append(Problem((key,), text))
+        if isinstance(value, str) and EXPONENT.fullmatch(value) and key not in {o.name for o in OPTIONS}:
+            text = f"{key}: YAML reads {value} as text: write it with a point, for example 1.0e-4"
+            found.append(Problem((key,), text))
     return found
 
 
-def _behind_the_checks(options: dict[str, Any], launch: dict[str, Any]) -> list[str]:
+def _sources(problem: Problem, yaml: dict[str, Any], launch: dict[str, Any]) -> str:
+    """Where the values of a problem's options come from."""
+    places = [
+        f"{name}: {'the YAML' if name in yaml else 'the launch line'}"
+        for name in problem.names
+        if name in yaml or name in launch
+    ]
+    return f" ({', '.join(places)})" if places else ""
+
+
+def _behind_the_checks(yaml: dict[str, Any], launch: dict[str, Any]) -> list[str]:
     """Sampling options that Miles derives others from before it reads the YAML."""
     names = ("rollout_top_p", "rollout_top_k", "rollout_top_logprobs_num")
     return [
         f"{name} is set in the YAML alone: later Miles derives what samplers record from it before it reads "
         f"the YAML. Put --{name.replace('_', '-')} on the launch line too"
         for name in names
-        if name in options and name not in launch
+        if name in yaml and name not in launch
     ]
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--")
-
-
-def _scalar(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)

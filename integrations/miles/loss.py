@@ -24,7 +24,8 @@ from .host import Batch, group_of, parallel_state
 from .inputs import Inputs, read_inputs
 from .layout import row_layout
 from .metrics import Metrics
-from .options import refusals
+from .option_table import problems
+from .options import LOSS
 from .sequence_weights import Responses, growth_of_kept, keep_samples
 from .settings import Settings, SettingsError
 from .step_tokens import divide_by_step_tokens
@@ -41,7 +42,7 @@ def policy_loss(
     Args:
         args: Miles' arguments. Read are ``offpolicy_corr``, ``qkv_format``, ``allgather_cp``, ``rollout_temperature``,
             ``rollout_top_p``, ``rollout_top_k``, ``vocab_size``, ``entropy_coef``, ``use_kl_loss``, ``kl_loss_coef``,
-            ``kl_loss_type``, and the options that `refusals` names.
+            ``kl_loss_type``, and the options of `option_table`.
         batch: as Miles' ``get_batch`` makes it; never modified.
         logits: this rank's raw logits, before temperature: ``[1, T, V/TP]`` (thd) or ``[B, L, V/TP]`` (bshd), tail
             padding included; fp32 from Megatron, bf16 from torch-native trainers, fp64 in tests. The only
@@ -96,9 +97,9 @@ def policy_loss(
 
 def _settings(args: Any) -> Settings:
     settings = Settings.of(getattr(args, "offpolicy_corr", None))
-    problems = refusals(args, settings)
-    if problems:
-        raise SettingsError("this loss must not run as configured:\n- " + "\n- ".join(problems))
+    found = problems(args, settings, LOSS)
+    if found:
+        raise SettingsError("\n- ".join(["this loss must not run as configured:", *(p.text for p in found)]))
     return settings
 
 

@@ -1,8 +1,9 @@
-"""The ``offpolicy_corr:`` mapping of the YAML that Miles reads through ``--custom-config-path``."""
+"""Adapter: the ``offpolicy_corr:`` mapping of the YAML that Miles reads through ``--custom-config-path``."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -19,6 +20,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "off_policy": ("delta",),
     "behind_newest_sampler": ("max_lag",),
 }
+EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
 _RULE_KEYS = ("low", "high", "cap", "tail_floor")
 
 
@@ -140,8 +142,10 @@ def number(value: Any, key: str) -> float:
     """A number, not a bool, and not YAML's idea of ``1e-4``, which is a string."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = ""
-        if isinstance(value, str) and _is_float(value):
-            hint = f". YAML reads {value} as text: write {float(value)!r} with a point, for example 1.0e-4"
+        if isinstance(value, str) and EXPONENT.fullmatch(value):
+            hint = f". YAML reads {value} as text: write it with a point, for example 1.0e-4"
+        elif isinstance(value, str) and _is_float(value):
+            hint = f". Remove the quotes: {value}"
         raise SettingsError(f"{key} must be a number, got {value!r}{hint}")
     if value != value:
         raise SettingsError(f"{key} must be a number, got NaN")

@@ -21,7 +21,8 @@ from offpolicy_corr.records.errors import RecordError
 from .host import group_of
 from .layout import list_layout
 from .metrics import PREFIX, mismatch
-from .options import tis_refusals
+from .option_table import problems
+from .options import TIS
 from .sequence_weights import Responses, growth_of_kept, keep_samples
 from .settings import Settings, SettingsError
 
@@ -60,9 +61,11 @@ def tis_function(
         RecordError: lists that are missing or of another length.
     """
     settings = Settings.of(getattr(args, "offpolicy_corr", None))
-    problems = tis_refusals(args, settings)
-    if problems:
-        raise SettingsError("tis_function must not run as configured:\n- " + "\n- ".join(problems))
+    found = problems(args, settings, TIS)
+    if found:
+        raise SettingsError(
+            "\n- ".join(["tis_function must not run as configured:", *(p.text for p in found)])
+        )
     group, device = group_of(parallel_state.cp), pg_loss.device
 
     def read() -> tuple[Responses, Tensor, Tensor]:
