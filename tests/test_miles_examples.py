@@ -164,3 +164,17 @@ def test_generate_attaches_the_record_of_its_group(monkeypatch: pytest.MonkeyPat
     )
     assert "top_logprobs_num" not in sent
     assert not hasattr(evaluated, "rollout_topk_token_ids")
+
+
+def test_the_stubs_stand_in_for_sglang(tmp_path: Path) -> None:
+    """What docs/miles.md makes for a run on a checkout of Miles."""
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("miles_stubs.py")), str(tmp_path)], check=True
+    )
+    code = (
+        "from sglang.srt.entrypoints.openai.protocol import Tool\n"
+        "from sglang_router.launch_router import RouterArgs\n"
+        "RouterArgs.add_cli_args(None, use_router_prefix=True)\n"
+        "assert Tool.__name__ == 'Tool' and isinstance(RouterArgs, type)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -449,6 +449,51 @@ def test_a_record_left_over_from_before_a_retry_is_refused() -> None:
     assert caught.value.sample == 1
 
 
+@pytest.mark.parametrize("kind", ["heads", "supports"])
+def test_a_removed_sample_needs_no_record(kind: str) -> None:
+    """Removed, or aborted and masked: without arrays, with old ones, from no known group, at another temperature."""
+    problem = double.make_problem(seed=3)
+    for sample in (0, 2):
+        problem.masks[sample].zero_()
+    samples = samples_of(problem)
+    for i, sample in enumerate(samples):
+        sample.rollout_topk_token_ids = sample.rollout_topk_log_probs = None
+        if kind == "supports":
+            sample.rollout_sampling_mask_ids = problem.support_ids[i]
+            sample.rollout_sampling_mask_offsets = problem.support_offsets[i]
+            sample.rollout_sampling_mask_log_probs = problem.support_logprobs[i]
+        else:
+            sample.rollout_topk_token_ids, sample.rollout_topk_log_probs = (
+                problem.head_ids[i],
+                problem.head_logprobs[i],
+            )
+        if i == 0:
+            for key in transport.CANDIDATE_KEYS:
+                setattr(sample, key, None)
+            sample.metadata = {}
+            sample.offpolicy_corr_temperature = np.full(sample.response_length, 0.3)
+        if i == 2:
+            for key in transport.CANDIDATE_KEYS:
+                value = getattr(sample, key, None)
+                setattr(sample, key, None if value is None else value[:-1])
+            sample.offpolicy_corr_tokens = np.zeros(1)
+    samples[0].loss_mask, samples[0].remove_sample = [1] * problem.responses[0], True
+    args = converter_args(groups=["b200", "h100"])
+    filters = {"rollout_top_p": 0.9, "rollout_top_k": 6} if kind == "supports" else {}
+    vars(args).update(filters)
+    data = transport.convert_samples(args, samples)
+    state = double.single()
+    double.install(state)
+    batch = {
+        **double.make_batch(problem, args, state, kind),
+        **{k: data[k] for k in transport.KEYS if k in data},
+    }
+    logits = double.local_logits(problem, problem.logits, args, state)
+    loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
+    want, _, _ = double.expected(problem, args, kind)
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+
+
 def test_unknown_groups_are_refused() -> None:
     samples = samples_of(double.make_problem())
     with pytest.raises(oc.RecordError, match="an unknown group") as caught:

@@ -6,6 +6,8 @@ Miles is not on PyPI and its modules moved between v0.1.x and later; nothing her
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,7 @@ Batch = dict[str, Any]
 
 GROUP_KEY, LAG_KEY = "offpolicy_corr_group", "offpolicy_corr_lag"
 STEP_TOKENS_KEY = "offpolicy_corr_step_tokens"
+CONVERSION = "miles.ray.rollout.train_data_conversion"
 CANDIDATE_KEYS = (
     "rollout_topk_token_ids",
     "rollout_topk_log_probs",
@@ -113,6 +116,36 @@ def first_module(*names: str) -> ModuleType:
     raise UnknownVersion(
         f"Miles could not be imported: {'; '.join(failures)}. Install it from source, known are v0.1.0 and later"
     )
+
+
+def native_converter() -> Callable[..., dict[str, Any]]:
+    """Miles' own conversion, with everything but ``(args, samples)`` bound."""
+    convert = getattr(first_module(CONVERSION), "convert_samples_to_train_data", None)
+    if convert is None:
+        raise UnknownVersion(
+            "this Miles has no convert_samples_to_train_data: name the candidates' converter yourself"
+        )
+    bound: dict[str, Any] = {"metadata": {}, "custom_convert_samples_to_train_data_func": None}
+    parameters = list(inspect.signature(convert).parameters)
+    rest = set(parameters) - {"args", "samples", "custom_reward_post_process_func", *bound}
+    if parameters[:2] != ["args", "samples"] or rest:
+        raise UnknownVersion(
+            f"convert_samples_to_train_data takes {', '.join(parameters)}, which is not known"
+        )
+
+    def call(args: Any, samples: list[Any]) -> dict[str, Any]:
+        path = getattr(args, "custom_reward_post_process_path", None)
+        reward = None if path is None else _load(path)
+        more = {**bound, "custom_reward_post_process_func": reward}
+        result: dict[str, Any] = convert(args, samples, **{k: v for k, v in more.items() if k in parameters})
+        return result
+
+    return call
+
+
+def _load(path: str) -> Any:
+    load = first_module("miles.utils.misc", "miles.utils.function_registry").load_function
+    return load(path)
 
 
 def torch_native(args: Any) -> bool:

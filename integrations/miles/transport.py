@@ -30,9 +30,18 @@ from offpolicy_corr.records.candidates import CandidateSet
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
 
-from .host import CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, UnknownVersion, first_module
+from .host import (
+    CANDIDATE_KEYS,
+    CONVERSION,
+    GROUP_KEY,
+    LAG_KEY,
+    STEP_TOKENS_KEY,
+    UnknownVersion,
+    first_module,
+    native_converter,
+)
 from .options import drops_count
-from .sampler_lag import NEWEST_KEY, VERSION_KEY, sampler_lags
+from .sampler_lag import NEWEST_KEY, VERSION_KEY, sampler_lags, trained_tokens
 from .settings import Settings
 from .step_tokens import count_step_tokens
 
@@ -40,7 +49,6 @@ KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)
 _PER_TOKEN = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_topk_lengths")
 # on samples alone: compared with the run's and the sample's own, never shipped
 _TEMPERATURE, _TOKENS = "offpolicy_corr_temperature", "offpolicy_corr_tokens"
-_CONVERSION = ("miles.ray.rollout.train_data_conversion",)
 _ITERATOR = ("miles.backends.training_utils.data.rollout", "miles.backends.training_utils.data")
 
 
@@ -70,21 +78,31 @@ def convert_samples(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
             )
     extend_rollout()
     for index, sample in enumerate(samples):
-        _check_tokens(sample, index)
-        _check_temperature(args, sample, index)
-    data: dict[str, Any] = _converter()(args, list(samples))
+        if trained_tokens(sample).any():
+            _check_tokens(sample, index)
+            _check_temperature(args, sample, index)
+    data: dict[str, Any] = native_converter()(args, list(samples))
     extra = extra_keys(Settings.of(getattr(args, "offpolicy_corr", None)), samples)
     return {**extra, **data}
 
 
 def extra_keys(settings: Settings, samples: Sequence[Any]) -> dict[str, list[Any]]:
-    """The extra keys of a batch, as numpy: Miles' logger skips arrays and breaks on integer tensors."""
+    """The extra keys of a batch, as numpy: Miles' logger skips arrays and breaks on integer tensors.
+
+    What samples without a trained token hold (removed, aborted) is not looked at: they get empty rows.
+    """
     found: dict[str, list[Any]] = {}
     for key in CANDIDATE_KEYS:
         values = [getattr(sample, key, None) for sample in samples]
         if all(value is None for value in values):
             continue
-        found[key] = [_array(value, key, index, samples[index]) for index, value in enumerate(values)]
+        dtype_ref = np.asarray(next(value for value in values if value is not None))
+        found[key] = [
+            _array(value, key, index, samples[index])
+            if trained_tokens(samples[index]).any()
+            else _blank(key, int(samples[index].response_length), dtype_ref)
+            for index, value in enumerate(values)
+        ]
     if settings.groups:
         found[GROUP_KEY] = [_group(sample, index, settings.groups) for index, sample in enumerate(samples)]
     if settings.guards_sampler_lag():
@@ -187,7 +205,7 @@ def extend_rollout() -> None:
     """
     if "shards" in _installed:
         return
-    module = first_module(*_CONVERSION)
+    module = first_module(CONVERSION)
     original = getattr(module, "_package_shards", None)
     if original is None or list(inspect.signature(original).parameters) != ["args", "data", "partitions"]:
         raise UnknownVersion(
@@ -282,36 +300,6 @@ def _probe_iterator(iterator: Any) -> None:
         )
 
 
-def _converter() -> Callable[..., dict[str, Any]]:
-    """Miles' own conversion, with everything but ``(args, samples)`` bound."""
-    convert = getattr(first_module(*_CONVERSION), "convert_samples_to_train_data", None)
-    if convert is None:
-        raise UnknownVersion(
-            "this Miles has no convert_samples_to_train_data: name the candidates' converter yourself"
-        )
-    bound: dict[str, Any] = {"metadata": {}, "custom_convert_samples_to_train_data_func": None}
-    parameters = list(inspect.signature(convert).parameters)
-    rest = set(parameters) - {"args", "samples", "custom_reward_post_process_func", *bound}
-    if parameters[:2] != ["args", "samples"] or rest:
-        raise UnknownVersion(
-            f"convert_samples_to_train_data takes {', '.join(parameters)}, which is not known"
-        )
-
-    def call(args: Any, samples: list[Any]) -> dict[str, Any]:
-        path = getattr(args, "custom_reward_post_process_path", None)
-        reward = None if path is None else _load(path)
-        more = {**bound, "custom_reward_post_process_func": reward}
-        result: dict[str, Any] = convert(args, samples, **{k: v for k, v in more.items() if k in parameters})
-        return result
-
-    return call
-
-
-def _load(path: str) -> Any:
-    load = first_module("miles.utils.misc", "miles.utils.function_registry").load_function
-    return load(path)
-
-
 def _check_tokens(sample: Any, index: int) -> None:
     """An attached record must be of the tokens that the sample has now: a retry leaves it behind."""
     attached = getattr(sample, _TOKENS, None)
@@ -366,8 +354,19 @@ def _array(value: Any, key: str, index: int, sample: Any) -> np.ndarray[Any, Any
     return array
 
 
+def _blank(key: str, response: int, dtype_ref: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A candidate array in which no token has a candidate, of ``dtype_ref``'s type and width."""
+    if key in _PER_TOKEN:
+        unused = {"rollout_topk_token_ids": -1, "rollout_topk_log_probs": -np.inf}.get(key, 0)
+        return np.full((response, *dtype_ref.shape[1:]), unused, dtype=dtype_ref.dtype)
+    size = response + 1 if key == "rollout_sampling_mask_offsets" else 0
+    return np.zeros(size, dtype=dtype_ref.dtype)
+
+
 def _group(sample: Any, index: int, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
-    """Index of every response token's group, −1 at tokens that nobody sampled."""
+    """Index of every response token's group, −1 at tokens that nobody sampled, or of which none is trained."""
+    if not trained_tokens(sample).any():
+        return np.full(int(sample.response_length), -1, dtype=np.int64)
     value = getattr(sample, GROUP_KEY, None)
     value = (getattr(sample, "metadata", None) or {}).get(GROUP_KEY) if value is None else value
     response = int(sample.response_length)
