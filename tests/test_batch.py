@@ -368,6 +368,10 @@ def test_group_advantages_are_centered_and_scaled_within_each_prompt() -> None:
     rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0]), torch.tensor([7, 9, 7, 3, 9])
     assert oc.group_advantages(rewards, prompts).tolist() == pytest.approx([1, -1, -1, 0, 1])
     assert oc.group_advantages(rewards, prompts, normalize=False).tolist() == [0.5, -0.5, -0.5, 0, 0.5]
+    unequal = oc.group_advantages(
+        torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 1, 0, 1]), normalize=False
+    )
+    assert unequal.tolist() == [0.0, -0.5, 0.0, 0.5]
     with pytest.raises(ValueError, match="must both be"):
         oc.group_advantages(rewards, prompts[:2])
 
