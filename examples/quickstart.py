@@ -14,6 +14,7 @@ answers = [
         "meta_info": {
             "output_token_logprobs": [[-3.4, 7, None], [-3.6, 9, None]],
             "output_top_logprobs": [[[-3.2, 4, None], [-3.4, 7, None]], [[-3.1, 5, None], [-3.3, 8, None]]],
+            "finish_reason": {"type": "stop"},
         },
     },
     {
@@ -21,6 +22,7 @@ answers = [
         "meta_info": {
             "output_token_logprobs": [[-3.5, 8, None]],
             "output_top_logprobs": [[[-3.2, 4, None], [-3.4, 7, None]]],
+            "finish_reason": {"type": "stop"},
         },
     },
 ]

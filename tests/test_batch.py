@@ -101,6 +101,18 @@ def test_logits_are_a_view_and_nothing_else_is_as_large() -> None:
     assert set(vars(batch)) == {"logits", "record", "advantages", "loss_mask", "sequence_ids"}
 
 
+def test_the_gradient_can_be_written_over_the_models_logits() -> None:
+    ids, attended = padded("right")
+    gradients = []
+    for inplace in (False, True):
+        leaf = model(ids)
+        logits = leaf * 1.0
+        batch = oc.flatten_batch(logits, ids, RECORDS, ADVANTAGES, attention_mask=attended)
+        oc.policy_loss(**vars(batch), inplace=inplace).loss.backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
 def test_everything_a_record_holds_comes_to_its_row() -> None:
     ids, attended = padded("right")
     records = [

@@ -32,4 +32,4 @@ def test_the_pages_code_prints_what_the_page_says() -> None:
     names, printed = pages.run("docs/records.md")
     assert len(pages.blocks("docs/records.md", "python")) > 8
     assert {said for said in SAID if said not in printed} == set()
-    assert names["record"].tokens.tolist() == names["batch"].record.tokens.tolist()
+    assert names["again"].record.tokens.tolist() == names["batch"].record.tokens.tolist()
