@@ -10,11 +10,10 @@ from torch import Tensor
 
 from .batch_layout import BatchLayout, mask_on_host
 from .csr import offsets_from_counts
-from .records.candidates import CandidateSet
+from .records.candidates import CandidateSet, is_integer
 from .records.errors import RecordError
 from .records.record import SamplerRecord
 from .records.trajectory import Trajectory
-from .records.validation import is_integer
 
 
 @dataclass(frozen=True, eq=False)

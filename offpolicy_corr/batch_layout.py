@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .records.validation import is_integer
+from .records.candidates import is_integer
 
 
 @dataclass(frozen=True, eq=False)
