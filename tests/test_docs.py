@@ -44,7 +44,7 @@ def test_the_pages_with_code_are_these() -> None:
     }  # fmt: skip
     for page in pages.PAGES:
         fences = re.findall(r"^ *```(\S*)", pages.text(page), re.MULTILINE)
-        assert set(fences) <= {"", "python", "bash", "yaml", "console"}, page
+        assert set(fences) <= {"", "python", "bash", "yaml", "console", "text"}, page
 
 
 def test_the_readmes_values_are_those_of_its_code() -> None:
