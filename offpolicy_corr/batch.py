@@ -98,7 +98,7 @@ def flatten_batch(
     mask = torch.zeros(len(tokens), dtype=torch.bool).index_copy(0, row, trained)
     return FlatBatch(
         logits.flatten(0, 1),
-        _spread(record, row, tokens).to(logits.device),
+        _scatter(record, row, tokens).to(logits.device),
         _per_row(advantages, layout, logits),
         mask.to(logits.device),
         layout.sequence_ids.to(logits.device),
@@ -203,7 +203,7 @@ def _positions(layout: BatchLayout, lengths: list[int], response: Tensor | None)
     eligible = layout.sequence >= 0
     if response is not None:
         if bool((response & ~eligible).any()):
-            sample, column = layout.place(int((response & ~eligible).nonzero()[0, 0]))
+            sample, column = layout.sample_and_column(int((response & ~eligible).nonzero()[0, 0]))
             raise ValueError(f"response_mask is set on padding, in column {column}: align it with input_ids")
         eligible = response
     positions = eligible.nonzero().squeeze(1)
@@ -231,7 +231,7 @@ def _select_trained(
     uncovered = loss_mask.clone()
     uncovered[position] &= ~trained
     if bool(uncovered.any()):
-        sample, column = layout.place(int(uncovered.nonzero()[0, 0]))
+        sample, column = layout.sample_and_column(int(uncovered.nonzero()[0, 0]))
         raise RecordError(
             f"loss_mask trains the token in column {column}, which no record covers",
             sample=sample,
@@ -285,7 +285,7 @@ def _first(bad: Tensor, lengths: list[int]) -> tuple[int, int, int]:
     return sample, index - int(ends[sample]) + lengths[sample], index
 
 
-def _spread(record: SamplerRecord, row: Tensor, tokens: Tensor) -> SamplerRecord:
+def _scatter(record: SamplerRecord, row: Tensor, tokens: Tensor) -> SamplerRecord:
     """The record's tokens at the rows ``row`` (rising) of a longer record, with nothing recorded between them."""
     size = len(tokens)
 
@@ -299,9 +299,9 @@ def _spread(record: SamplerRecord, row: Tensor, tokens: Tensor) -> SamplerRecord
         offsets = offsets_from_counts(counts)
         candidates = CandidateSet(candidates.ids, candidates.logprobs, offsets, complete)
     if isinstance(temperature, Tensor):
-        spread = at_rows(temperature, 1.0)
-        assert spread is not None
-        temperature = spread
+        temperatures = at_rows(temperature, 1.0)
+        assert temperatures is not None
+        temperature = temperatures
     return replace(
         record,
         tokens=tokens,

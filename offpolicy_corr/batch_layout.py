@@ -66,7 +66,7 @@ class BatchLayout:
         """For every row of the logits the value of the token that it predicts, from ``[B, L]`` to ``[B·K]``."""
         return values.roll(-1, 1)[:, self.shape[1] - self.num_kept :].flatten()
 
-    def place(self, position: int) -> tuple[int | None, int]:
+    def sample_and_column(self, position: int) -> tuple[int | None, int]:
         """The sample and the column of a flat position, for errors."""
         sample = int(self.sequence[position])
         return None if sample < 0 else sample, position % self.shape[1]
