@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-gpu test-engine test-triton36 aot fuzz lint format bench clean
+.PHONY: help demo test test-gpu test-engine test-triton36 aot fuzz lint format bench docs clean
 
 help:
 	@echo "make demo     a small language model trained on a mixed-precision sampler fleet (QUICK=1: the short form)"
@@ -14,6 +14,7 @@ help:
 	@echo "make aot      kernels compiled for sm_80, sm_90 and sm_100, every three choices together"
 	@echo "make fuzz     10^5 damaged sampler responses"
 	@echo "make bench    kernel microbenchmarks (BENCH='--cpu' or '--static' without a GPU)"
+	@echo "make docs     the pages of docs/ and the API reference, into build/site"
 	@echo "make lint     ruff and mypy"
 
 # torch first and alone: what is installed after it then finds its own requirement met
@@ -73,7 +74,7 @@ $(VENV)-triton36/ready: Makefile
 	@touch $@
 
 test-triton36: $(VENV)-triton36/ready
-	$(VENV)-triton36/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels.py tests/test_kernels_pair.py \
+	$(VENV)-triton36/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels.py tests/test_kernels_logprobs.py \
 		tests/test_kernels_sharded.py tests/test_kernels_faults.py tests/test_kernels_launch.py tests/test_aot.py
 
 # 550 compilations, a few minutes; make test compiles a part of them
@@ -95,6 +96,16 @@ format: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(BIN)/offpolicy-corr bench $(BENCH)
+
+# the reference reads an installed copy, in which kernels and integrations stand inside the package
+$(VENV)/docs: $(VENV)/torch pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/docs
+	rm -rf build/lib build/reference
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/reference .
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(VENV)-lint $(VENV)-engine $(VENV)-triton36 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

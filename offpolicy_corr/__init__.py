@@ -4,6 +4,7 @@ Data flows one way: record → trainer log-probs → weights → centering → l
 """
 
 from . import guards, metrics
+from .batch import FlatBatch, flatten_batch, group_advantages
 from .correction import Correction
 from .importance import importance_weights
 from .logprobs import selected_logprobs
@@ -29,6 +30,7 @@ __all__ = [
     "CandidateSet",
     "ClampedIS",
     "Correction",
+    "FlatBatch",
     "FullIS",
     "MaskedIS",
     "PPOClip",
@@ -45,8 +47,10 @@ __all__ = [
     "Unweighted",
     "WeightRule",
     "assemble",
+    "flatten_batch",
     "fresh_tokens",
     "global_denominator",
+    "group_advantages",
     "guards",
     "importance_weights",
     "load_records",

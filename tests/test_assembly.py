@@ -11,7 +11,7 @@ from offpolicy_corr.integrations.sglang import read_turns
 
 import offpolicy_corr as oc
 from answers import good_sglang
-from offpolicy_corr.records.assembly import Turn, assemble, group_advantages, pack
+from offpolicy_corr.records.assembly import Turn, assemble, pack
 from offpolicy_corr.records.sampler_spec import SamplerSpec
 
 FP8 = SamplerSpec(engine="vllm", logprobs="processed", temperature=1.0, group="h100-fp8", vocab_size=100)
@@ -137,13 +137,6 @@ def test_a_prompt_is_integer_ids(prompt: Any) -> None:
     with pytest.raises(oc.RecordError, match="no integer ids") as caught:
         assemble([replace(turn([1], [2]), prompt=prompt)])
     assert caught.value.field == "turns[0].prompt"
-
-
-def test_group_advantages_are_centered_and_scaled_within_each_prompt() -> None:
-    rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 5.0, 1.0]), torch.tensor([7, 9, 7, 3, 9])
-    assert group_advantages(rewards, prompts).tolist() == pytest.approx([1, -1, -1, 0, 1])
-    with pytest.raises(ValueError, match="must match"):
-        group_advantages(rewards, prompts[:2])
 
 
 def test_samples_of_one_prompt_are_named_as_such() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", minversion="5.0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.mixed_fleet import quantize, report, task, train
+from examples.mixed_fleet import quantize, report, task, train, workers
 from examples.mixed_fleet.experiments import make_plan
 from examples.mixed_fleet.fleet import (
     MIXED_FLEET,
@@ -28,6 +29,7 @@ from examples.mixed_fleet.fleet import (
     split_requests,
 )
 from examples.mixed_fleet.model import build_model, response_logits
+from examples.mixed_fleet.progress import Progress
 
 SMALL = task.Task(modulus=7, operands=3, mistakes=0.3)
 PROMPTS = SMALL.problems(24, torch.Generator().manual_seed(1))
@@ -263,13 +265,6 @@ def test_the_on_policy_control_samples_from_the_trainer() -> None:
 # training
 
 
-def test_advantages_are_rewards_less_their_prompts_mean() -> None:
-    advantages = train.group_mean_advantages(
-        torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 1, 0, 1]), 2
-    )
-    assert advantages.tolist() == [0.0, -0.5, 0.0, 0.5]
-
-
 @pytest.fixture(scope="module")
 def warmed_up() -> dict[str, torch.Tensor]:
     settings = train.Warmup(steps=20, batch=32)
@@ -313,3 +308,31 @@ def test_every_arm_runs_and_reports(
     )
     figure.save(tmp_path / "picture.png", plan, results)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_without_a_terminal_every_arm_gets_a_line_when_it_ends(
+    warmed_up: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, buffer = make_plan(quick=True), io.BytesIO()
+    torch.save(warmed_up, buffer)
+    budget = train.Budget(
+        steps=2, prompts=4, samples=8, learning_rate=1e-3, optimizer="sgd", evaluate_every=2
+    )
+    drift, learning = (replace(e, arms=e.arms[-1:], budget=budget, seeds=(1,)) for e in plan.experiments)
+    small = replace(plan, task=SMALL, drift=drift, learning=learning)
+    progress = Progress(total=4)
+    progress.say("begins")
+    results = workers.run_all(small, buffer.getvalue(), 2, progress)
+    progress.close()
+    began, *ends = capsys.readouterr().out.splitlines()
+    assert began.split() == ["0", "%", "0", "s", "begins"]
+    assert sorted(line.split("s  ", 1)[1].split("  ")[0] for line in ends) == [
+        "drift, seed 1: SC + MIS",
+        "learning, seed 1: SC + MIS + top-p",
+    ]
+    for experiment, arm in (("drift", "SC + MIS"), ("learning", "SC + MIS + top-p")):
+        (history,) = results[experiment][arm]
+        (line,) = (line for line in ends if f"{experiment}, seed" in line)
+        assert line.endswith(
+            f"reward {history.evaluations[0]['reward']:.2f} > {history.evaluations[-1]['reward']:.2f}, 2 updates"
+        )

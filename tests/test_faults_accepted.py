@@ -15,7 +15,7 @@ import answers
 import offpolicy_corr as oc
 from answers import HEAD, PLAIN, SLIME, SUPPORT, log
 from faults import generate, record, support, turns
-from offpolicy_corr.records.assembly import assemble, group_advantages
+from offpolicy_corr.records.assembly import assemble
 from offpolicy_corr.records.errors import RecordWarning
 from offpolicy_corr.records.inspection import find_unsupported_zeros, inspect
 from offpolicy_corr.records.record import missing_tokens
@@ -227,14 +227,14 @@ def test_63_default_version_is_carried_as_undeclared() -> None:
 def test_69_explicit_prompt_ids_take_groups_of_any_size() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 4.0, 2.0, 0.0, 2.0, 1.0, 1.0, 1.0])
     prompts = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
-    advantages = group_advantages(rewards, prompts, normalize=False)
+    advantages = oc.group_advantages(rewards, prompts, normalize=False)
     assert advantages.tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5, 2, 0, -2, 0.75, -0.25, -0.25, -0.25])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_71_constant_rewards_give_no_advantage(dtype: torch.dtype) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 1e8 + 0.1, 1e8 + 0.1], dtype=dtype)
-    advantages = group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1]))
+    advantages = oc.group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1]))
     assert advantages.tolist() == [0.0] * 5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ from offpolicy_corr.integrations.miles.metrics import Metrics
 from offpolicy_corr.integrations.miles.settings import GUARDS
 
 import miles_double as double
+import pages
 
 yaml = pytest.importorskip("yaml")
-PAGE = (Path(__file__).parents[1] / "docs" / "miles.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PAGE = pages.text("docs/miles.md")
+blocks = partial(pages.blocks, "docs/miles.md")
 
 
 @pytest.mark.parametrize("block", blocks("console"))
@@ -42,9 +41,7 @@ def test_every_file_of_the_page_passes_the_check(tmp_path: Path) -> None:
         assert check_main([str(path)]) == 0
 
 
-def test_the_code_runs() -> None:
-    for block in blocks("python"):
-        exec(compile(block, "docs/miles.md", "exec"), {})
+def test_the_code_is_one_block_which_test_docs_runs() -> None:
     assert len(blocks("python")) == 1
 
 

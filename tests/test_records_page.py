@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
-
 import pytest
+
+import pages
 
 pytest.importorskip("safetensors", reason="needs the records extra")
 pytest.importorskip("pyarrow", reason="needs the records extra")
 
-PAGE = (Path(__file__).parents[1] / "docs" / "records.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 SAID = {
     "processed_logprobs and declare",
     "'top_logprobs_num': 128",
@@ -32,10 +28,8 @@ SAID = {
 }
 
 
-def test_the_pages_code_runs_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    for block in BLOCKS:
-        exec(compile(block, "docs/records.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert len(BLOCKS) > 8 and {said for said in SAID if said not in printed} == set()
+def test_the_pages_code_prints_what_the_page_says() -> None:
+    names, printed = pages.run("docs/records.md")
+    assert len(pages.blocks("docs/records.md", "python")) > 8
+    assert {said for said in SAID if said not in printed} == set()
     assert names["again"].record.tokens.tolist() == names["batch"].record.tokens.tolist()

@@ -45,6 +45,7 @@ def main() -> None:
     updates = sum(e.budget.steps * len(e.arms) * len(e.seeds) for e in plan.experiments)
     progress = Progress(WARMUP_STEP * plan.warmup.steps + updates)
     try:
+        progress.say(f"warm-up of {plan.warmup.steps} steps, then a line per arm as it ends")
         torch.set_num_threads(1)  # more are of little use to a model this small, and slow on a busy machine
         model = warm_up(plan.task, plan.warmup, 0, lambda n: progress.advance(WARMUP_STEP * n, "warm-up"))
         buffer = io.BytesIO()

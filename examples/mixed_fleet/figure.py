@@ -20,7 +20,7 @@ from .report import GROUPS_SHOWN, Results, group_totals, mean
 from .train import History
 
 INK, FAINT = "#24292f", "#8c959f"
-COLOURS = {
+COLORS = {
     "on-policy control": "#8c959f",
     "uncorrected": "#d1495b",
     "GRPO": "#d1495b",
@@ -71,9 +71,9 @@ def draw_curves(axes: list[Axes], experiment: Experiment, arms: dict[str, list[H
             style = (0, (3, 1.2)) if "top-p" in arm else "-"
             runs = [curve(history, name, kind) for history in histories]
             for x, y in runs if len(runs) > 1 else []:
-                axis.plot(x, y, linestyle=style, color=COLOURS[arm], alpha=0.3, linewidth=0.9)
+                axis.plot(x, y, linestyle=style, color=COLORS[arm], alpha=0.3, linewidth=0.9)
             average = [mean(list(column)) for column in zip(*(y for _, y in runs), strict=True)]
-            axis.plot(runs[0][0], average, linestyle=style, color=COLOURS[arm], linewidth=2.1, label=arm)
+            axis.plot(runs[0][0], average, linestyle=style, color=COLORS[arm], linewidth=2.1, label=arm)
         if "log" in subtitle:
             log_scale(axis)
         if name == "out_of_band":
@@ -94,10 +94,10 @@ def draw_groups(axis: Axes, experiment: Experiment, arms: dict[str, list[History
     series = [("share of all tokens", "#c9d1d9", [totals[0][group.name]["token_share"] for group in groups])]
     for arm, total in zip(GROUPS_SHOWN, totals, strict=True):
         shares = [total[group.name]["out_of_band_share"] for group in groups]
-        series.append((f"share of tokens outside [0.2, 5], {arm}", COLOURS[arm], shares))
+        series.append((f"share of tokens outside [0.2, 5], {arm}", COLORS[arm], shares))
     for s, (label, color, heights) in enumerate(series):
-        places = [g + 0.27 * (s - 1) for g in range(len(groups))]
-        bars = axis.bar(places, heights, width=0.25, color=color, label=label)
+        offsets = [g + 0.27 * (s - 1) for g in range(len(groups))]
+        bars = axis.bar(offsets, heights, width=0.25, color=color, label=label)
         axis.bar_label(
             bars, [f"{100 * height:.0f}" for height in heights], fontsize=10.5, color=INK, padding=2
         )

@@ -1,17 +1,20 @@
-"""A progress bar that needs nothing installed."""
+"""How far the run is: a bar on a terminal, a line per finished arm anywhere else."""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 
 class Progress:
-    """A progress bar with a line of text: rich where it is installed, else a plain line every twentieth."""
+    """A bar where standard output is a terminal and rich is installed, else lines of text."""
 
     def __init__(self, total: float) -> None:
         self.done, self.total, self.began = 0.0, total, time.monotonic()
         self.bar: Any = None
+        if not sys.stdout.isatty():
+            return
         try:
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -24,10 +27,13 @@ class Progress:
 
     def advance(self, steps: float, text: str) -> None:
         """Count steps as done and say what they were."""
-        before, self.done = self.done, self.done + steps
+        self.done += steps
         if self.bar is not None:
             self.bar.update(self.task, advance=steps, description=f"{text:<30}")
-        elif 20 * before // self.total != 20 * self.done // self.total:
+
+    def say(self, text: str) -> None:
+        """A line about something that began or ended; a bar shows it by itself."""
+        if self.bar is None:
             seconds = time.monotonic() - self.began
             print(f"{100 * self.done / self.total:3.0f} %  {seconds:4.0f} s  {text}", flush=True)
 

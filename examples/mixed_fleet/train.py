@@ -149,19 +149,6 @@ def sampler_record(rollouts: Rollouts, groups: tuple[SamplerGroup, ...]) -> oc.S
     )
 
 
-def group_mean_advantages(rewards: Tensor, prompt: Tensor, prompts: int) -> Tensor:
-    """GRPO's advantage, not divided by the standard deviation: reward minus the mean over its prompt.
-
-    Args:
-        rewards: float [B].
-        prompt: int64 [B], which prompt each response answers.
-        prompts: number of prompts.
-    """
-    total = torch.zeros(prompts).index_add(0, prompt, rewards)
-    count = torch.zeros(prompts).index_add(0, prompt, torch.ones_like(rewards))
-    return rewards - (total / count.clamp(min=1))[prompt]
-
-
 @torch.no_grad()
 def evaluate(
     model: Qwen3ForCausalLM, initial: Qwen3ForCausalLM, task: Task, problems: Tensor
@@ -194,7 +181,7 @@ def update(
     rollouts: Rollouts,
     groups: tuple[SamplerGroup, ...],
     advantages: Tensor,
-    correction: oc.Correction,
+    correction: str,
 ) -> dict[str, float]:
     """One optimizer step on one batch; returns the library's summary of it, and the gradient norm.
 
@@ -204,7 +191,7 @@ def update(
         rollouts: B responses of all groups.
         groups: the fleet's groups.
         advantages: float [B].
-        correction: importance weighting and centering.
+        correction: its name.
     """
     record = sampler_record(rollouts, groups)
     sequences = torch.cat([rollouts.prompts, rollouts.responses], dim=1)
@@ -235,11 +222,7 @@ def run_arm(
     fleet = Fleet(arm.groups, task.vocab_size, task.prompt_length + task.response_length, seed)
     problems = torch.Generator().manual_seed(seed * 1009 + 501)
     held_out = task.problems(512, torch.Generator().manual_seed(5))
-    correction, sampling, history = (
-        oc.Correction.from_name(arm.correction),
-        Sampling(top_p=arm.top_p),
-        History(),
-    )
+    sampling, history = Sampling(top_p=arm.top_p), History()
     for step in range(budget.steps):
         fleet.publish(model)
         if step % budget.evaluate_every == 0:
@@ -247,12 +230,12 @@ def run_arm(
         prompts = task.problems(budget.prompts, problems).repeat_interleave(budget.samples, dim=0)
         rollouts, row = fleet.sample(prompts, task.response_length, sampling)
         rewards, _ = task.reward(rollouts.prompts, rollouts.responses)
-        advantages = group_mean_advantages(rewards, row // budget.samples, budget.prompts)
+        advantages = oc.group_advantages(rewards, row // budget.samples, normalize=False)
         if arm.placebo:
             advantages = torch.ones_like(advantages)
         for group in optimizer.param_groups:
             group["lr"] = budget.learning_rate * min(1.0, (step + 1) / 10)
-        summary = update(model, optimizer, rollouts, arm.groups, advantages, correction)
+        summary = update(model, optimizer, rollouts, arm.groups, advantages, arm.correction)
         history.add_update(step, {"sampler_reward": rewards.mean().item(), **summary}, arm.groups)
         if progress is not None:
             progress(1)

@@ -98,31 +98,6 @@ def pack(trajectories: Sequence[Trajectory], strict: bool = True) -> Batch:
     )
 
 
-def group_advantages(rewards: Tensor, prompts: Tensor, normalize: bool = True) -> Tensor:
-    """Reward minus the mean of its prompt's samples, over their standard deviation: floating ``[S]``.
-
-    Equal rewards give exactly 0: a spread that is only rounding (below 1e-6 of the largest reward) is none,
-    and is never divided by. A prompt with one sample gives 0.
-
-    Args:
-        rewards: floating ``[S]``, one per sequence.
-        prompts: integer ``[S]``, explicit ids; groups may differ in size and need not be contiguous.
-        normalize: divide by the (biased) standard deviation.
-    """
-    if rewards.shape != prompts.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and prompts {tuple(prompts.shape)} must match")
-    _, index, counts = torch.unique(prompts, return_inverse=True, return_counts=True)
-    values = rewards.double()
-    sums = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device)
-    centered = values - (sums.index_add(0, index, values) / counts)[index]
-    std = (sums.index_add(0, index, centered.square()) / counts).sqrt()[index]
-    largest: Tensor = sums.scatter_reduce(0, index, values.abs(), "amax")[index]
-    constant = std <= 1e-6 * largest
-    centered = centered / torch.where(constant, 1.0, std) if normalize else centered
-    result: Tensor = centered.masked_fill(constant, 0.0).to(rewards.dtype)
-    return result
-
-
 def _kept(turn: Turn, index: int) -> SamplerRecord:
     if turn.kept is None:
         return turn.record
