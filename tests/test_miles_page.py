@@ -38,7 +38,7 @@ def test_every_file_of_the_page_passes_the_check(tmp_path: Path) -> None:
     for options in (base, {**base, **transport}, hook):
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(options))
-        assert check_main([str(path)]) == 0
+        assert check_main([str(path), "--rollout-top-logprobs-num", "128"]) == 0
 
 
 def test_the_code_is_one_block_which_test_docs_runs() -> None:

@@ -337,18 +337,19 @@ RULES: tuple[Rule, ...] = (
 def problems(args: Any, settings: Settings, checker: str) -> list[Problem]:
     """What is wrong with ``args`` for one ``checker`` (`LOSS`, `TIS`, `LAUNCH`, `LAUNCH_LOSS`); empty where nothing is.
 
-    Rules are asked only where every option holds a value of its kind.
+    Rules compute with numbers: they are asked only where every number is one.
     """
-    found = [
-        Problem((option.name,), f"{option.name} {wrong}")
-        for option in OPTIONS
-        if checker in option.at and hasattr(args, option.name)
-        for wrong in [option.allowed(getattr(args, option.name))]
-        if wrong is not None
-    ]
-    if found:
-        return found
-    return [Problem(r.names, _filled(r, args)) for r in RULES if checker in r.at and r.broken(args, settings)]
+    found, numbers_are_right = list[Problem](), True
+    for option in OPTIONS:
+        if checker in option.at and hasattr(args, option.name):
+            wrong = option.allowed(getattr(args, option.name))
+            if wrong is not None:
+                found.append(Problem((option.name,), f"{option.name} {wrong}"))
+                numbers_are_right &= not option.is_number
+    if numbers_are_right:
+        broken = [rule for rule in RULES if checker in rule.at and rule.broken(args, settings)]
+        found += [Problem(rule.names, _filled(rule, args)) for rule in broken]
+    return found
 
 
 def _filled(rule: Rule, args: Any) -> str:

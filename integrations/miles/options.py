@@ -33,6 +33,7 @@ class Option:
     name: str
     allowed: Callable[[Any], str | None]
     at: frozenset[str]
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def number_option(
             return f"is {value}: give a whole number"
         return None if fits(given) else f"is {value}: {wants}"
 
-    return Option(name, allowed, EVERYWHERE)
+    return Option(name, allowed, EVERYWHERE, is_number=True)
 
 
 def switch(name: str) -> Option:
