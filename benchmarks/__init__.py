@@ -1,1 +1,1 @@
-"""Microbenchmarks: `python -m offpolicy_corr.benchmarks.<name>`."""
+"""Benchmark: microbenchmarks, `python -m offpolicy_corr.benchmarks.<name>`."""

@@ -1,4 +1,4 @@
-"""What the kernel benchmarks work on: logits of real shapes, and records of a sampler that differs a little."""
+"""Benchmark: logits of real shapes, and records of a sampler that differs a little, for the kernels."""
 
 from __future__ import annotations
 

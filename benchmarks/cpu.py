@@ -1,4 +1,4 @@
-"""Time and peak memory of `policy_loss` on a CPU, against the same loss by plain autograd.
+"""Benchmark: time and peak memory of `policy_loss` on a CPU, against the same loss by plain autograd.
 
 ``python -m offpolicy_corr.benchmarks.cpu`` measures loss and gradient of every variant in a fresh child process
 (memory is not handed back by the one before), prints ratios, and writes JSON where ``--json`` names a file.

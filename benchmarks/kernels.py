@@ -1,4 +1,4 @@
-"""Microbenchmarks of the kernels: ``offpolicy-corr bench``, or ``python -m offpolicy_corr.benchmarks.kernels``.
+"""Benchmark: the kernels, ``offpolicy-corr bench`` or ``python -m offpolicy_corr.benchmarks.kernels``.
 
 On a GPU: loss and gradient of real model shapes, ours against PyTorch and against whatever peers are installed, as a
 share of what this machine's own copy reaches. Forward and backward are timed together (some implementations do all
@@ -27,6 +27,7 @@ from . import output, roofline, static
 from .cases import DTYPES, Case, make_case, make_hidden_case
 from .peers import ON_HIDDEN, ON_LOGITS, OnLogits, Skip
 from .static import Figures
+from .tile_choice import using_tiles
 from .timing import Machine, OnGpu, OnHost, Rates, Timing, measure, timed
 
 SHAPES = ((8192, 151_936), (8192, 248_320), (4096, 151_936), (32_768, 151_936), (65_536, 151_936))
@@ -88,7 +89,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--static", action="store_true", help="compile ahead of time and predict; needs no GPU"
     )
-    parser.add_argument("--all", action="store_true", help="with --static: every configuration")
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: try it out under TRITON_INTERPRET=1"
     )
@@ -165,7 +165,7 @@ class _Bench:
         case = self._case(tokens, vocab, k, False, "bf16")
         if case is not None:
             for name, tiles in launch.CONFIGURATIONS.items():
-                with launch.override(tiles):
+                with using_tiles(tiles):
                     yield from self._row(name, ON_LOGITS["ours"], case)
 
     def _on_logits(
@@ -295,8 +295,9 @@ def _static(args: argparse.Namespace) -> int:
     except (ImportError, RuntimeError) as error:
         print(f"--static compiles the kernels: {error}")
         return 2
-    chosen = static.all_configurations() if args.all else static.main_configurations()
-    found = [(c, static.figures(c, target)) for c in chosen for target in static.TARGETS]
+    found = [
+        (c, static.figures(c, target)) for c in static.main_configurations() for target in static.TARGETS
+    ]
     compiled = [
         {
             "kernel": configuration.kernel,

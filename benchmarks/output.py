@@ -1,4 +1,4 @@
-"""Benchmark rows as a table, JSON, CSV, or a picture."""
+"""Benchmark: rows as a table, JSON, CSV, or a picture."""
 
 from __future__ import annotations
 

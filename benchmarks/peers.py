@@ -1,4 +1,4 @@
-"""The implementations that are compared, each as a function that does loss and gradient once.
+"""Benchmark: the implementations that are compared, each as a function that does loss and gradient once.
 
 A peer that is not installed, or does not accept the case, raises `Skip` with the reason.
 """

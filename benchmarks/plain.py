@@ -1,4 +1,4 @@
-"""The baseline: SC + MIS written the way one writes it first, in log-probs that autograd differentiates."""
+"""Benchmark: the baseline, SC + MIS as one writes it first, in log-probs that autograd differentiates."""
 
 from __future__ import annotations
 

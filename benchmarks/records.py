@@ -183,7 +183,7 @@ def wire_forms(tokens: int, width: int) -> list[tuple[str, float, float, float]]
 def disk_forms(record: oc.SamplerRecord) -> list[tuple[str, float, float, float]]:
     """(form, bytes per token, µs per token to write and flush, µs per token to read and verify)."""
     forms: list[tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = [
-        ("safetensors, mapped", record.save, oc.SamplerRecord.load),
+        ("safetensors, mapped", lambda path: oc.save_records(record, path), oc.load_records),
         ("safetensors, compact", lambda path: oc.save_records(record, path, compact=True), oc.load_records),
         ("Parquet", lambda path: to_parquet(record, path), from_parquet),
     ]

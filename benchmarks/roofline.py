@@ -1,4 +1,4 @@
-"""What a machine allows a row kernel: bytes, exponentials and issue slots, whichever takes longest."""
+"""Benchmark: what a machine allows a row kernel, by bytes, exponentials and issue slots."""
 
 from __future__ import annotations
 

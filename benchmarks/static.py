@@ -1,21 +1,19 @@
-"""What the compiler makes of the kernels, and what a roofline says of it. Needs no GPU.
+"""Benchmark: what the compiler makes of the kernels, and what a roofline predicts from it. Needs no GPU.
 
-Every configuration that the library can launch is a point on the axes below; `covering` picks configurations so
-that every two, or three, choices occur together. Each is compiled ahead of time for real architectures and read back
-from its machine code: registers, local memory, widths of accesses, issue slots per logit of each sweep.
+Every configuration that the library can launch is a point on the axes below. It is compiled ahead of time for real
+architectures and read back from its machine code: registers, local memory, widths of accesses, issue slots per logit of
+each pass. (`tests/aot_configurations.py` picks configurations in which all pairs, or triples, of choices occur.)
 """
 
 # Triton has no types
 # mypy: disable-error-code="import-untyped"
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ SLOT_BUDGET = {80: 15.0, 90: 15.25, 100: 14.25}
 BONUS_BUDGET = {80: 17.0, 90: 17.25, 100: 17.25}  # the same, with an entropy bonus in the gradient
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_AXES: dict[str, tuple[Any, ...]] = {
+# what a launch can be; the first value of each axis is what most launches have
+AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "fp32"),
     "rule": (0, 1, 2, 3, 4, 5),
     "kl": (0, 1, 2, 3, 4),
@@ -96,7 +95,7 @@ class Figures:
 
 def fused(dtype: str = "bf16", **choices: Any) -> Configuration:
     """The configuration of `fused_loss` for one choice on each axis; what is left out takes the first."""
-    pick = {name: values[0] for name, values in _AXES.items()} | {"rule": 3} | choices
+    pick = {name: values[0] for name, values in AXES.items()} | {"rule": 3} | choices
     if pick["candidates"] != "scored":
         pick["center"] = False  # refused before anything is launched
     absent = set()
@@ -121,12 +120,12 @@ def fused(dtype: str = "bf16", **choices: Any) -> Configuration:
     }
     label = " ".join(f"{name}={value}" for name, value in choices.items()) or "default"
     twice = pick["gradient"] and not pick["sharded"]
-    return _configuration(
-        "fused_loss", label, dtype, _tiles(pick, twice), pick["layout"], constants, absent, pick["inputs"]
+    return configuration(
+        "fused_loss", label, dtype, tiles_of(pick, twice), pick["layout"], constants, absent, pick["inputs"]
     )
 
 
-def _tiles(pick: dict[str, Any], twice: bool) -> Tiles:
+def tiles_of(pick: dict[str, Any], twice: bool) -> Tiles:
     """What `launch.tiles_for` picks, or one of its `CONFIGURATIONS` by name."""
     if "tiles" in pick:
         return CONFIGURATIONS[pick["tiles"]]
@@ -135,7 +134,7 @@ def _tiles(pick: dict[str, Any], twice: bool) -> Tiles:
     return ODD if pick["layout"] != "aligned" else TWICE if twice else ONCE
 
 
-def _configuration(
+def configuration(
     kernel: str,
     label: str,
     dtype: str,
@@ -145,6 +144,7 @@ def _configuration(
     absent: set[str],
     inputs: str = "usual",
 ) -> Configuration:
+    """One variant of ``kernel`` with these tiles, constants and absent arguments."""
     pointers = {
         "logits": dtype, "gradient": dtype, "tokens": "i64", "trained": "i1", "scale": "fp64", "ids": "i32",
         "offsets": "i64", "complete": "i1", "token_is_candidate": "i1",
@@ -197,74 +197,12 @@ def main_configurations() -> list[Configuration]:
     """The variants that most steps of most runs launch."""
     found = [fused(), fused(entropy=True), fused(rule=0), fused("fp32"), fused(sharded=True)]
     for dtype in ("bf16", "fp32"):
-        found.append(_configuration("row_stats", "default", dtype, ONCE, "aligned", {}, {"sampler_tail"}))
+        found.append(configuration("row_stats", "default", dtype, ONCE, "aligned", {}, {"sampler_tail"}))
         found.append(
-            _configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, {"slopes"})
+            configuration("row_gradient", "default", dtype, ONCE, "aligned", {"SLOPED": False}, {"slopes"})
         )
-        found.append(_configuration("scale_rows", "default", dtype, ONCE, "aligned", {}, set()))
+        found.append(configuration("scale_rows", "default", dtype, ONCE, "aligned", {}, set()))
     return found
-
-
-def all_configurations(strength: int = 2) -> list[Configuration]:
-    """Configurations of every kernel in which any ``strength`` choices occur together."""
-    found = [fused(**choices) for choices in covering(_AXES, strength)]
-    axes = {name: _AXES[name] for name in ("dtype", "mask", "rows", "layout", "inputs")}
-    for choices in covering(axes | {"candidates": (True, False), "extra": (True, False)}, strength):
-        absent = set() if choices["mask"] else {"trained"}
-        for kernel in ("row_stats", "row_gradient"):
-            missing = (
-                set()
-                if choices["candidates"]
-                else {"ids", "offsets", "candidate_grads", "token_is_candidate", "sampler_tail"}
-            )
-            if kernel == "row_stats" and not choices["extra"]:
-                missing |= {"sampler_tail"}
-            if kernel == "row_gradient" and not choices["extra"]:
-                missing |= {"slopes"}
-            constants = {"SLOPED": choices["extra"]} if kernel == "row_gradient" else {}
-            label = " ".join(f"{name}={value}" for name, value in choices.items())
-            found.append(
-                _configuration(
-                    kernel,
-                    label,
-                    choices["dtype"],
-                    _tiles(choices, twice=False),
-                    choices["layout"],
-                    constants,
-                    absent | missing,
-                    choices["inputs"],
-                )
-            )
-    for dtype, layout in itertools.product(_AXES["dtype"], _AXES["layout"]):
-        found.append(
-            _configuration(
-                "scale_rows", layout, dtype, ONCE if layout == "aligned" else ODD, layout, {}, set()
-            )
-        )
-    found += [fused(dtype, tiles=name) for dtype in ("bf16", "fp32") for name in CONFIGURATIONS]
-    return main_configurations() + found
-
-
-def covering(axes: dict[str, tuple[Any, ...]], strength: int = 2) -> Iterator[dict[str, Any]]:
-    """Choices on all axes, few of them, such that all choices of any ``strength`` axes meet in one."""
-    groups = list(itertools.combinations(axes, strength))
-    order = [tuple(zip(g, v, strict=True)) for g in groups for v in itertools.product(*(axes[n] for n in g))]
-    missing = set(order)
-    for start in order:
-        if start not in missing:
-            continue
-        choices = dict(start)
-        for name in axes:
-            if name not in choices:
-                trials = [choices | {name: value} for value in axes[name]]
-                choices = max(trials, key=lambda trial: len(missing & _meetings(axes, trial, strength)))
-        missing -= _meetings(axes, choices, strength)
-        yield {name: choices[name] for name in axes}
-
-
-def _meetings(axes: dict[str, Any], choices: dict[str, Any], strength: int) -> set[tuple[Any, ...]]:
-    """What meets in one set of choices, on as many of the axes as it has."""
-    return set(itertools.combinations([(n, choices[n]) for n in axes if n in choices], strength))
 
 
 def compile_for(configuration: Configuration, target: int) -> Any:
@@ -323,7 +261,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _read(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Opcodes of a listing, and the spans (first, last) of its innermost loops."""
+    """Opcodes of a listing, and first and last position of its innermost loops."""
     code: list[str] = []
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a step, on a GPU or on the host, and what the machine does at best."""
+"""Benchmark: seconds and bytes of a step, on a GPU or on the host, and what the machine does at best."""
 
 from __future__ import annotations
 

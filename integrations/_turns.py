@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offpolicy_corr.records.assembly import Turn
 from offpolicy_corr.records.candidates import CandidateSet
 from offpolicy_corr.records.errors import within_sample
 from offpolicy_corr.records.missing import SENTINEL
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.trajectory import Turn
 from offpolicy_corr.records.weight_versions import versions_from_spans
 
 from ._answer import RESUME, UNFINISHED_REASONS, Answer, ReadOptions, Rows, check_declared

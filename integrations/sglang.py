@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offpolicy_corr.records.assembly import Turn
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.trajectory import Turn
 from offpolicy_corr.records.weight_versions import parse_spans
 
 from ._answer import (

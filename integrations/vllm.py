@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offpolicy_corr.records.assembly import Turn
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.records.trajectory import Turn
 
 from ._answer import Answer, read_options, with_prompt
 from ._arrays import mapping, sequence

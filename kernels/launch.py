@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,6 @@ CONFIGURATIONS = {
     "four rows of 8 warps": Tiles(8192, 128, 8, registers=64),
     "one row of 32 warps": Tiles(32768, 128, 32, registers=64),
 }
-_forced: Tiles | None = None
 
 
 def tiles_for(width: int, *matrices: Tensor, twice: bool = False) -> Tiles:
@@ -75,8 +74,6 @@ def tiles_for(width: int, *matrices: Tensor, twice: bool = False) -> Tiles:
             raise TypeError(
                 f"kernels compute in float32 and take bf16, fp16 or fp32 logits, not {matrix.dtype}"
             )
-    if _forced is not None:
-        return _forced
     if width <= SHORT_COLUMNS:
         return SHORT
     if not all(map(_is_aligned, matrices)):
@@ -87,17 +84,6 @@ def tiles_for(width: int, *matrices: Tensor, twice: bool = False) -> Tiles:
 def _is_aligned(matrix: Tensor) -> bool:
     """What Triton looks at: neighbors in memory, and a start and row stride that are multiples of 16."""
     return matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 and matrix.data_ptr() % 16 == 0
-
-
-@contextmanager
-def override(tiles: Tiles) -> Iterator[None]:
-    """Launch everything with these tiles: for benchmarks, and for tests of tiles that short rows never meet."""
-    global _forced
-    before, _forced = _forced, tiles
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from .correction import Correction
 from .kl import KL_ESTIMATORS
 from .loss_inputs import LossConfig, LossInputs, LossProblem, VocabShard
 from .numerics import in_band
+from .records.candidates import is_integer
 from .records.errors import RecordError, RecordWarning
 from .records.record import SamplerRecord
 from .records.validation import (
@@ -22,7 +23,6 @@ from .records.validation import (
     as_mask,
     check_lengths,
     check_values,
-    is_integer,
 )
 from .reduction import check_reduction, token_scale
 from .result import FIELDS, PolicyLoss, as_diagnostics, bad_tokens, raise_not_finite

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import pytest
 pytest.importorskip("triton")
 
 from offpolicy_corr.benchmarks import static
+
+from aot_configurations import covering
 
 REGISTERS = 128  # at 8 warps, two programs on a multiprocessor
 # on the compiler that CI pins nothing spills; others may keep a few bytes outside the loops, and count other slots
@@ -30,6 +33,7 @@ STACK = 0 if PINNED else 16
 def in_child(code: str) -> Any:
     """What ``code`` prints as JSON, in a process whose kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
@@ -42,7 +46,8 @@ def compiled() -> list[dict[str, Any]]:
         "import json\n"
         "from dataclasses import asdict\n"
         "from offpolicy_corr.benchmarks import static as s\n"
-        f"configurations = s.all_configurations({strength})\n"
+        "from aot_configurations import all_configurations\n"
+        f"configurations = all_configurations({strength})\n"
         "found = [vars(c) | {'columns': c.columns} | asdict(s.figures(c, %d)) for c in configurations]\n"
         "print(json.dumps(found))"
     )
@@ -87,7 +92,7 @@ def test_issue_slots_per_logit_stay_within_the_budget(compiled: list[dict[str, A
 def test_configurations_cover_every_pair_and_triple_of_choices() -> None:
     axes = {"a": (1, 2, 3), "b": (True, False), "c": ("x", "y"), "d": (0, 1)}
     for strength, most in ((2, 9), (3, 18)):
-        rows = list(static.covering(axes, strength))
+        rows = list(covering(axes, strength))
         for names in itertools.combinations(axes, strength):
             met = {tuple(row[name] for name in names) for row in rows}
             assert met == set(itertools.product(*(axes[name] for name in names)))

@@ -131,13 +131,14 @@ def test_every_tile_configuration_gives_the_reference_s_gradient(
     name: str, dtype: torch.dtype, support: bool
 ) -> None:
     """Whole tiles, a partial one, several of candidates; in place, 20 runs bitwise equal."""
+    from offpolicy_corr.benchmarks.tile_choice import using_tiles
     from offpolicy_corr.kernels import launch
 
     for vocab in (151_936, 40_000, 999):
         made = case(32, vocab, 200, support, dtype)
         options = {"correction": oc.Correction(oc.Unweighted()), "reduction": "sum", "entropy_coef": 0.01}
         _, exact = gradient(made.logits.double(), made, **options, backend="torch")
-        with launch.override(launch.CONFIGURATIONS[name]):
+        with using_tiles(launch.CONFIGURATIONS[name]):
             for run in range(20):
                 made.restore()
                 _, ours = gradient(made.logits, made, **options, inplace=True)

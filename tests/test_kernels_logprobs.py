@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from offpolicy_corr.benchmarks.tile_choice import using_tiles
 from offpolicy_corr.kernels import launch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    with launch.override(launch.Tiles(16, 4, 4)):
+    with using_tiles(launch.Tiles(16, 4, 4)):
         yield
 
 
