@@ -12,9 +12,10 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -87,39 +88,45 @@ class Workers:
     ) -> None:
         todo = deque(enumerate(items))
         failures: dict[int, BaseException] = {}
+        busy: set[int] = set()
         inference = torch.is_inference_mode_enabled()
 
         def work(worker: int) -> None:
-            # these modes belong to a thread; so does autocast, which is off here as it is in the caller
-            with one_intra_op_thread(), torch.inference_mode(inference), torch.no_grad():
-                while True:
-                    try:
-                        number, item = todo.popleft()
-                    except IndexError:
-                        return
-                    try:
-                        function(worker, item)
-                    except BaseException as failure:
-                        failures[number] = failure
-                        todo.clear()
+            busy.add(worker)
+            try:
+                # these modes belong to a thread; so does autocast, which is off here as it is in the caller
+                with one_intra_op_thread(), torch.inference_mode(inference), torch.no_grad():
+                    for number, item in _taken_from(todo):
+                        try:
+                            function(worker, item)
+                        except BaseException as failure:
+                            failures[number] = failure
+                            todo.clear()
+            finally:
+                busy.discard(worker)
 
-        running: list[Future[None]] = []
         try:
-            for worker in range(min(self.count, len(items))):
-                running.append(pool.submit(work, worker))
-            wait(running)
-        except (
-            BaseException
-        ):  # an interrupt: when it leaves here, no thread writes into the caller's tensors any more
+            for future in [pool.submit(work, worker) for worker in range(min(self.count, len(items)))]:
+                future.result()
+        except BaseException:
+            # an interrupt, perhaps amid `submit`; it leaves here when no thread writes into the tensors any more
             todo.clear()
-            wait(running)
+            while busy:
+                time.sleep(1e-3)
             raise
-        for future in running:
-            future.result()
-        if (
-            failures
-        ):  # items begin in order: the first of all that can fail has begun before any later one failed
+        # items begin in order: before an item failed, all that stand in front of it had begun
+        if failures:
             raise failures[min(failures)]
+
+
+def _taken_from(todo: deque[Item]) -> Iterator[Item]:
+    """What is left, until other threads have taken the rest."""
+    while True:
+        try:
+            item = todo.popleft()
+        except IndexError:
+            return
+        yield item
 
 
 @contextmanager
