@@ -15,9 +15,11 @@ from .loss_inputs import LossConfig, LossInputs
 from .numerics import compute_dtype
 from .replay import support_entropy, support_logprobs
 from .rows import TrainerLogprobs
+from .threads import Workers
 
 # elements of the LM head's rows gathered at a time
 _GATHERED = 2**22
+_TILE = 2**18
 _GATHERED_ON_GPU = 2**27
 
 
@@ -28,23 +30,91 @@ def loss_on_supports(
 
     ``trainer_head_mass`` is NaN: the rest of the vocabulary is never read.
     """
-    elements = _GATHERED if lm_head.weight.device.type == "cpu" else _GATHERED_ON_GPU
-    max_candidates = max(1, elements // lm_head.weight.shape[1])
+    width = lm_head.weight.shape[1]
+    on_cpu = lm_head.weight.device.type == "cpu"
+    chunk_size, tile_size = (_GATHERED, _TILE) if on_cpu else (_GATHERED_ON_GPU, _GATHERED_ON_GPU)
+    max_candidates, tile_candidates = (max(1, size // width) for size in (chunk_size, tile_size))
+    chunks = list(inputs.chunks(len(inputs), max_candidates))
+    size = max(of.stop - of.start for _, of, _ in chunks)
+    buffer = lm_head.weight.new_empty(size, width, dtype=compute_dtype(lm_head.weight.dtype))
     parts = []
-    for row_slice, _, chunk in inputs.chunks(len(inputs), max_candidates):
-        parts.append(_loss_of_chunk(lm_head, chunk, config, rows[row_slice], gradients))
+    with Workers.for_tiles(lm_head.hidden, -(-size // tile_candidates)) as workers:
+        for row_slice, _, chunk in chunks:
+            tiles = [(tile, of) for tile, of, _ in chunk.chunks(len(chunk), tile_candidates)]
+            gathered = _GatheredRows(lm_head, chunk, rows[row_slice], buffer, tiles, workers)
+            parts.append(_loss_of_chunk(gathered, chunk, config, gradients))
     return torch.cat(parts, 1)
 
 
+class _GatheredRows:
+    """The candidates' rows of the LM head ``[nnz, D]``, gathered tile by tile, and the dot products with the hidden
+    states.
+
+    A tile is a slice of rows and the slice of their candidates.
+    """
+
+    def __init__(
+        self,
+        lm_head: LMHead,
+        inputs: LossInputs,
+        rows: Tensor,
+        buffer: Tensor,
+        tiles: list[tuple[slice, slice]],
+        workers: Workers,
+    ) -> None:
+        candidates = inputs.candidates
+        assert candidates is not None
+        self.lm_head, self.rows, self.tiles, self.workers = lm_head, rows, tiles, workers
+        self.ids, self.owner = candidates.ids.to(torch.int64), candidates.rows
+        self.weight = buffer[: len(self.ids)]
+
+    def dot_products(self) -> Tensor:
+        """``weight · hidden`` of every candidate, ``[nnz]``."""
+        products = self.weight.new_empty(len(self.ids))
+
+        def multiply(_: int, tile: tuple[slice, slice]) -> None:
+            of = tile[1]
+            self.weight[of] = self.lm_head.weight.index_select(0, self.ids[of])
+            products[of] = torch.linalg.vecdot(self.weight[of], self._hidden(of))
+
+        self.workers.run(multiply, self.tiles)
+        return products
+
+    def accumulate(self, gradients: LMHeadGradients, dot_grads: Tensor) -> None:
+        """Add the gradients of the dot products, ``[nnz]``, to those of hidden states, weight and bias.
+
+        Afterwards ``weight`` holds what was added to the weight's gradient.
+        """
+
+        def multiply(_: int, tile: tuple[slice, slice]) -> None:
+            row_slice, of = tile
+            grads, weight = dot_grads[of, None], self.weight[of]
+            if gradients.hidden is not None:
+                rows = self.rows[row_slice]
+                per_row = weight.new_zeros(len(rows), weight.shape[1])
+                per_row.index_add_(0, self.owner[of] - row_slice.start, grads * weight)
+                gradients.hidden.index_copy_(0, rows, per_row.to(gradients.hidden.dtype))
+            if gradients.weight is not None:
+                torch.mul(grads, self._hidden(of), out=weight)
+
+        self.workers.run(multiply, self.tiles)
+        # several tiles hold the same ids
+        if gradients.weight is not None:
+            gradients.weight.index_add_(0, self.ids, self.weight)
+        if gradients.bias is not None:
+            gradients.bias.index_add_(0, self.ids, dot_grads)
+
+    def _hidden(self, of: slice) -> Tensor:
+        return self.lm_head.hidden.index_select(0, self.rows[self.owner[of]]).to(self.weight.dtype)
+
+
 def _loss_of_chunk(
-    lm_head: LMHead, inputs: LossInputs, config: LossConfig, rows: Tensor, gradients: LMHeadGradients
+    gathered: _GatheredRows, inputs: LossInputs, config: LossConfig, gradients: LMHeadGradients
 ) -> Tensor:
     candidates = inputs.candidates
     assert candidates is not None
-    dtype = compute_dtype(lm_head.hidden.dtype)
-    ids, owner = candidates.ids.to(torch.int64), candidates.rows
-    weight, hidden = lm_head.weight[ids].to(dtype), lm_head.hidden[rows].to(dtype)
-    logits = torch.linalg.vecdot(weight, hidden[owner])
+    lm_head, ids, owner, dtype = gathered.lm_head, gathered.ids, gathered.owner, gathered.weight.dtype
+    logits = gathered.dot_products()
     if lm_head.bias is not None:
         logits = logits + lm_head.bias[ids].to(dtype)
     logit_slope = torch.ones_like(logits)
@@ -64,25 +134,5 @@ def _loss_of_chunk(
     trainer = TrainerLogprobs(token_logp, logp, entropy, unknown, unknown, log_norm.isfinite())
     token_loss = closed_form(config, inputs, trainer, log_norm)
     if gradients.wanted:
-        dot_grads = (token_loss.gradient.candidate_grads * logit_slope)[:, None]
-        _accumulate(gradients, dot_grads, ids, owner, weight, hidden, rows)
+        gathered.accumulate(gradients, token_loss.gradient.candidate_grads * logit_slope)
     return pack_results(token_loss.loss, token_loss.centering_term, token_loss.coefficients, trainer)
-
-
-def _accumulate(
-    gradients: LMHeadGradients,
-    dot_grads: Tensor,
-    ids: Tensor,
-    owner: Tensor,
-    weight: Tensor,
-    hidden: Tensor,
-    rows: Tensor,
-) -> None:
-    """Add one chunk: ``dot_grads`` ``[nnz, 1]`` are the gradients of the candidates' dot products."""
-    if gradients.hidden is not None:
-        per_row = torch.zeros_like(hidden).index_add_(0, owner, dot_grads * weight)
-        gradients.hidden.index_copy_(0, rows, per_row.to(gradients.hidden.dtype))
-    if gradients.weight is not None:
-        gradients.weight.index_add_(0, ids, dot_grads * hidden[owner])
-    if gradients.bias is not None:
-        gradients.bias.index_add_(0, ids, dot_grads.squeeze(1))

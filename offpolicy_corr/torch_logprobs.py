@@ -13,9 +13,15 @@ from .csr import segment_sum
 from .loss_inputs import LossInputs, VocabShard
 from .numerics import safe_mul
 from .replay import trainer_logprobs
-from .row_passes import RowBlock
 from .rows import RowGradient, TrainerLogprobs
-from .torch_loss import chunk_scratch, gather_rows, row_stats, scatter_rows, trained_rows, zero_rows
+from .torch_loss import (
+    chunk_scratch,
+    gradient_by_blocks,
+    row_stats,
+    tile_workers,
+    trained_rows,
+    zero_rows,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +76,10 @@ def backward(logits: Tensor, selection: Selection, saved: SavedForBackward, upst
     gradient = torch.empty_like(logits)
     zero_rows(gradient, selection.shard, selection.trained if rows is not None else None)
     columns, target = (t[:, : selection.shard.width] for t in (logits, gradient))
-    scratch = chunk_scratch(logits, selection.shard.width)
-    for row_slice, candidate_slice, chunk in inputs.chunks(scratch.rows):
-        block = RowBlock(gather_rows(columns, rows, row_slice), chunk, scratch, selection.shard.first_id)
-        row_max = saved.row_max[row_slice]
-        block.recompute_exp(row_max)
-        scatter_rows(block, whole.narrow(row_slice, candidate_slice), row_max, target, rows, row_slice)
+    first_id = selection.shard.first_id
+    with tile_workers(columns, len(inputs)) as workers:
+        scratch = chunk_scratch(columns, workers)
+        gradient_by_blocks(columns, rows, inputs, whole, saved.row_max, target, first_id, scratch)
     return gradient
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
@@ -14,6 +15,7 @@ from .replay import trainer_logprobs
 from .result import FIELDS
 from .row_passes import RowBlock, Scratch
 from .rows import RowGradient, RowStats
+from .threads import Workers
 from .vocab_parallel import share_row_max, share_sums
 
 # elements: a tile stays in a core's cache, a block is large enough that per-row arithmetic does not count
@@ -36,26 +38,18 @@ def loss_and_grad(logits: Tensor, problem: LossProblem, gradient: Tensor | None)
     if gradient is not None:
         zero_rows(gradient, shard, None if rows is None else problem.trained)
         gradient = gradient[:, : shard.width]
-    scratch = chunk_scratch(logits, shard.width)
     results = torch.empty(len(FIELDS), len(inputs), dtype=compute_dtype(logits.dtype), device=logits.device)
-    if shard.group is None:
-        for row_slice, _, chunk in inputs.chunks(scratch.rows):
-            block = RowBlock(gather_rows(columns, rows, row_slice), chunk, scratch)
-            stats = block.row_stats()
-            token_loss = _evaluate(stats, chunk, problem.config, results[:, row_slice])
+    with tile_workers(columns, len(inputs)) as workers:
+        scratch = chunk_scratch(columns, workers)
+        if shard.group is None:
+            _pass_by_blocks(columns, rows, inputs, problem.config, scratch, results, gradient)
+        else:
+            stats = _sharded_row_stats(columns, rows, inputs, shard, scratch)
+            token_loss = _evaluate(stats, inputs, problem.config, results)
             if gradient is not None:
-                scatter_rows(block, token_loss.gradient, stats.row_max, gradient, rows, row_slice)
-    else:
-        stats = sharded_row_stats(columns, rows, inputs, shard)
-        token_loss = _evaluate(stats, inputs, problem.config, results)
-        if gradient is not None:
-            whole = token_loss.gradient
-            for row_slice, candidate_slice, chunk in inputs.chunks(scratch.rows):
-                block = RowBlock(gather_rows(columns, rows, row_slice), chunk, scratch, shard.first_id)
-                row_max = stats.row_max[row_slice]
-                block.recompute_exp(row_max)
-                scatter_rows(
-                    block, whole.narrow(row_slice, candidate_slice), row_max, gradient, rows, row_slice
+                whole = token_loss.gradient
+                gradient_by_blocks(
+                    columns, rows, inputs, whole, stats.row_max, gradient, shard.first_id, scratch
                 )
     if gradient is not None:
         # a dropped sequence gets zero gradient even if its logits are NaN
@@ -67,36 +61,71 @@ def loss_and_grad(logits: Tensor, problem: LossProblem, gradient: Tensor | None)
     return everywhere.index_copy_(1, rows, results)
 
 
+def _pass_by_blocks(
+    logits: Tensor,
+    rows: Tensor | None,
+    inputs: LossInputs,
+    config: LossConfig,
+    scratch: Scratch,
+    results: Tensor,
+    gradient: Tensor | None,
+) -> None:
+    """Results and gradient of rows that hold the whole vocabulary: a block's gradient directly after its statistics."""
+    for row_slice, _, chunk in inputs.chunks(scratch.rows):
+        block = RowBlock(logits, rows, row_slice, chunk, scratch)
+        stats = block.row_stats()
+        token_loss = _evaluate(stats, chunk, config, results[:, row_slice])
+        if gradient is not None:
+            block.gradient(token_loss.gradient, stats.row_max, gradient)
+
+
+def gradient_by_blocks(
+    logits: Tensor,
+    rows: Tensor | None,
+    inputs: LossInputs,
+    row_gradient: RowGradient,
+    row_max: Tensor,
+    out: Tensor,
+    first_id: int,
+    scratch: Scratch,
+) -> None:
+    """Write ``row_gradient`` to ``rows`` of ``out`` (None: all), in a second read of the logits."""
+    for row_slice, candidate_slice, chunk in inputs.chunks(scratch.rows):
+        block = RowBlock(logits, rows, row_slice, chunk, scratch, first_id)
+        block.recompute_exp(row_max[row_slice])
+        block.gradient(row_gradient.narrow(row_slice, candidate_slice), row_max[row_slice], out)
+
+
 def row_stats(logits: Tensor, rows: Tensor | None, inputs: LossInputs, shard: VocabShard) -> RowStats:
     """`RowStats` of ``rows`` of the logits (None: all), whose constants are ``inputs``; no gradient."""
     columns = logits[:, : shard.width]
-    if shard.group is not None:
-        return sharded_row_stats(columns, rows, inputs, shard)
-    scratch = chunk_scratch(logits, shard.width)
-    parts = [
-        RowBlock(gather_rows(columns, rows, row_slice), chunk, scratch).row_stats()
-        for row_slice, _, chunk in inputs.chunks(scratch.rows)
-    ]
+    with tile_workers(columns, len(inputs)) as workers:
+        scratch = chunk_scratch(columns, workers)
+        if shard.group is not None:
+            return _sharded_row_stats(columns, rows, inputs, shard, scratch)
+        parts = [
+            RowBlock(columns, rows, row_slice, chunk, scratch).row_stats()
+            for row_slice, _, chunk in inputs.chunks(scratch.rows)
+        ]
     return _join(parts, logits)
 
 
-def sharded_row_stats(
-    columns: Tensor, rows: Tensor | None, inputs: LossInputs, shard: VocabShard
+def _sharded_row_stats(
+    columns: Tensor, rows: Tensor | None, inputs: LossInputs, shard: VocabShard, scratch: Scratch
 ) -> RowStats:
     """`RowStats` of vocabulary-parallel rows: local maxima, a collective, local sums, a collective."""
-    scratch = chunk_scratch(columns, shard.width)
     dtype = compute_dtype(columns.dtype)
     row_max = torch.full((len(inputs),), -torch.inf, dtype=dtype, device=columns.device)
+
+    def blocks() -> Iterator[tuple[slice, RowBlock]]:
+        for row_slice, _, chunk in inputs.chunks(scratch.rows):
+            yield row_slice, RowBlock(columns, rows, row_slice, chunk, scratch, shard.first_id)
+
     if shard.width:
-        for row_slice, _, _ in inputs.chunks(scratch.rows):
-            row_max[row_slice] = gather_rows(columns, rows, row_slice).amax(1).to(dtype)
+        for row_slice, block in blocks():
+            row_max[row_slice] = block.row_max()
     row_max = share_row_max(row_max, shard)
-    parts = [
-        RowBlock(gather_rows(columns, rows, row_slice), chunk, scratch, shard.first_id).row_stats(
-            row_max[row_slice]
-        )
-        for row_slice, _, chunk in inputs.chunks(scratch.rows)
-    ]
+    parts = [block.row_stats(row_max[row_slice]) for row_slice, block in blocks()]
     return share_sums(_join(parts, columns), inputs, shard)
 
 
@@ -121,32 +150,17 @@ def trained_rows(trained: Tensor | None) -> Tensor | None:
     return None if rows.numel() == trained.numel() else rows
 
 
-def chunk_scratch(logits: Tensor, width: int) -> Scratch:
-    """Memory for blocks of rows of ``width`` columns."""
-    on_cpu = logits.device.type == "cpu"
-    return Scratch(logits, width, *((_BLOCK_ON_CPU, _TILE_ON_CPU) if on_cpu else (_BLOCK_ON_GPU,) * 2))
+def tile_workers(columns: Tensor, num_rows: int) -> Workers:
+    """Threads for passes over ``num_rows`` rows of logits ``[T, V]``."""
+    tile_rows = max(1, _TILE_ON_CPU // max(columns.shape[1], 1))
+    return Workers.for_tiles(columns, -(-num_rows // tile_rows))
 
 
-def gather_rows(columns: Tensor, rows: Tensor | None, row_slice: slice) -> Tensor:
-    """The logits of consecutive trained rows: a view where all rows are trained."""
-    return columns[row_slice] if rows is None else columns.index_select(0, rows[row_slice])
-
-
-def scatter_rows(
-    block: RowBlock,
-    row_gradient: RowGradient,
-    row_max: Tensor,
-    gradient: Tensor,
-    rows: Tensor | None,
-    row_slice: slice,
-) -> None:
-    """Write a block's gradient to the rows that `gather_rows` took."""
-    if rows is None:
-        block.gradient(row_gradient, row_max, gradient[row_slice])
-    else:
-        values = gradient.new_empty(block.logits.shape)
-        block.gradient(row_gradient, row_max, values)
-        gradient.index_copy_(0, rows[row_slice], values)
+def chunk_scratch(columns: Tensor, workers: Workers) -> Scratch:
+    """Memory for blocks of rows of logits ``[T, V]``."""
+    on_cpu = columns.device.type == "cpu"
+    sizes = (_BLOCK_ON_CPU, _TILE_ON_CPU) if on_cpu else (_BLOCK_ON_GPU, _BLOCK_ON_GPU)
+    return Scratch(columns, *sizes, workers)
 
 
 def zero_rows(gradient: Tensor, shard: VocabShard, trained: Tensor | None) -> None:
