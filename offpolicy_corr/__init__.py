@@ -20,7 +20,7 @@ from .records.trajectory import Batch, Trajectory, Turn
 from .records.weight_versions import fresh_tokens
 from .reduction import global_denominator
 from .result import PolicyLoss, TokenDiagnostics
-from .token_losses import TokenLosses, token_losses
+from .per_token_loss import TokenLosses, token_losses
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 __version__ = "0.1.0"
