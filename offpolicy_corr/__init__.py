@@ -9,6 +9,7 @@ from .correction import Correction
 from .importance import importance_weights
 from .logprobs import selected_logprobs
 from .loss import policy_loss, policy_loss_from_hidden, policy_loss_from_logprobs
+from .per_token_loss import TokenLosses, token_losses
 from .records.assembly import assemble, pack
 from .records.candidates import CandidateSet
 from .records.errors import RecordError, RecordWarning
@@ -20,7 +21,6 @@ from .records.trajectory import Batch, Trajectory, Turn
 from .records.weight_versions import fresh_tokens
 from .reduction import global_denominator
 from .result import PolicyLoss, TokenDiagnostics
-from .per_token_loss import TokenLosses, token_losses
 from .weights import ClampedIS, FullIS, MaskedIS, PPOClip, TruncatedIS, Unweighted, WeightRule
 
 __version__ = "0.1.0"
