@@ -225,7 +225,7 @@ def text_like(
 
 
 def file_bytes(record: oc.SamplerRecord, compact: bool) -> float:
-    """Bytes a token of the whole file that ``record.save`` writes."""
+    """Bytes per token of the whole file that ``save_records`` writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record"
         oc.save_records(record, path, compact)
@@ -252,14 +252,14 @@ def read_large(tokens: int = 262_144, width: int = 128) -> tuple[float, float, f
     """Seconds on the clock and of CPU to read once; MB beyond the response at the peak; MB of the record."""
     response = sglang_response(*draw_heads(tokens, width), form="base64")
     sglang.read_generate(sglang_response(*draw_heads(64, width), form="base64"), SGLANG)
-    held = _memory("VmRSS")
+    before = _memory("VmRSS")
     _reset_peak()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     record = sglang.read_generate(response, SGLANG)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     assert isinstance(record, oc.SamplerRecord) and record.candidates is not None
     size = 8 * record.candidates.ids.numel() + 8 * 3 * len(record)
-    return seconds, cpu, _memory("VmHWM") - held, size / 1e6
+    return seconds, cpu, _memory("VmHWM") - before, size / 1e6
 
 
 def _memory(field: str) -> float:

@@ -32,10 +32,10 @@ class Tiles(NamedTuple):
     def options(self, dtype: torch.dtype, contiguous: bool = True) -> dict[str, Any]:
         """Keywords of a launch. ``contiguous``: neighboring columns are neighbors in memory."""
         block = self.columns * 2 // dtype.itemsize
-        chosen = {"CONTIGUOUS": contiguous, "BLOCK": block, "num_warps": self.warps, "num_stages": 1}
+        keywords = {"CONTIGUOUS": contiguous, "BLOCK": block, "num_warps": self.warps, "num_stages": 1}
         if torch.version.hip is None:
-            chosen["maxnreg"] = self.registers
-        return chosen
+            keywords["maxnreg"] = self.registers
+        return keywords
 
     def lanes(self, dtype: torch.dtype) -> dict[str, int]:
         """Keywords of a kernel that sums a row: its threads, and the columns that one reads at a time."""

@@ -118,13 +118,13 @@ class Settings:
             SettingsError: filtered samplers with heads or nothing: p over the vocabulary would meet q over a support.
         """
         derived = "supports" if filters else "heads" if self.correction.center else "none"
-        chosen = self.candidates or derived
-        if filters and chosen != "supports":
+        kind = self.candidates or derived
+        if filters and kind != "supports":
             raise SettingsError(
-                f"candidates: {chosen} cannot serve top-p or top-k: the samplers' q is over a support, and p would "
+                f"candidates: {kind} cannot serve top-p or top-k: the samplers' q is over a support, and p would "
                 "be over the vocabulary. Use candidates: supports, or --rollout-top-p 1 --rollout-top-k -1"
             )
-        return chosen
+        return kind
 
 
 def _correction(given: dict[str, Any]) -> Correction:

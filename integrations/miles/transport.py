@@ -229,7 +229,7 @@ def extend_rollout() -> None:
 
     _replace("shards", module, "_package_shards", package_shards)
     specs = getattr(module, "ROLLOUT_DATA_VALUE_SPEC", None)
-    if specs is not None:  # what Mooncake's store is not told about, it hands out as nested lists
+    if specs is not None:  # Mooncake's store returns nested lists for keys that it does not know
         ours = {key: module.ValueSpec(codec="typed_ragged") for key in KEYS if key not in specs}
         _replace("specs", module, "ROLLOUT_DATA_VALUE_SPEC", {**specs, **ours})
 

@@ -429,9 +429,9 @@ def _row_has_duplicates(ids: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
     counts = offsets.diff()
     width = 2
     while bool((counts > width // 2).any()):
-        chosen = ((counts > width // 2) & (counts <= width)).nonzero().squeeze(1)
-        if chosen.numel():
-            found[chosen] = _dense_duplicates(ids, offsets[chosen], counts[chosen], width)
+        of_width = ((counts > width // 2) & (counts <= width)).nonzero().squeeze(1)
+        if of_width.numel():
+            found[of_width] = _dense_duplicates(ids, offsets[of_width], counts[of_width], width)
         width *= 2
     return found
 
