@@ -82,8 +82,10 @@ class Problem:
         self.temperature: float | Tensor = 0.5 + torch.rand(size, generator=make, dtype=torch.float64)
         if temperature is not None:
             self.temperature = temperature
-        heat = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
-        scores = (self.logits.double() + noise * randn(size, vocab)) / heat
+        temperature_of_rows = (
+            self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
+        )
+        scores = (self.logits.double() + noise * randn(size, vocab)) / temperature_of_rows
         top = scores.topk(k, 1).indices
         self.complete = torch.zeros(size, dtype=torch.bool)
         if kind == "support":
@@ -109,8 +111,10 @@ class Problem:
 
     def modeled_sampler(self, floor: float = 1e-6) -> Tensor:
         """q̂ ``[T, V]``: q on the candidates, the trainer's probabilities rescaled to q's tail elsewhere."""
-        heat = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
-        p = (self.logits.double() / heat).softmax(1)
+        temperature_of_rows = (
+            self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
+        )
+        p = (self.logits.double() / temperature_of_rows).softmax(1)
         ids, _ = self.candidates.to_padded()
         head = torch.zeros_like(p, dtype=torch.bool).scatter_(1, ids, True)
         q_tail = (1 - (self.sampler * head).sum(1)).clamp(min=floor)

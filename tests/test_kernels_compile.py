@@ -58,15 +58,17 @@ def loss_step(source: Tensor, record: oc.SamplerRecord, advantages: Tensor, **op
     return 3.0 * out.loss.sum() + 0.0 * out.diagnostics.weight.sum()
 
 
-def pair_step(source: Tensor, record: oc.SamplerRecord, entropy: bool = True) -> Tensor:
+def logprobs_step(source: Tensor, record: oc.SamplerRecord, entropy: bool = True) -> Tensor:
     logp, candidate_logp, entropies = oc.selected_logprobs(
         source * 2.0, record.tokens, record.candidates, record.temperature, backend="triton", validate=False
     )
     return logp.sum() + 0.1 * candidate_logp.sum() + (entropies.sum() if entropy else 0.0)
 
 
-def loss_and_pair(source: Tensor, record: oc.SamplerRecord, advantages: Tensor, coefficient: float) -> Tensor:
-    return loss_step(source, record, advantages, entropy_coef=coefficient) + pair_step(source, record)
+def loss_and_logprobs(
+    source: Tensor, record: oc.SamplerRecord, advantages: Tensor, coefficient: float
+) -> Tensor:
+    return loss_step(source, record, advantages, entropy_coef=coefficient) + logprobs_step(source, record)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -75,9 +77,9 @@ def test_a_loss_compiles_to_one_graph(setting: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_a_pair_compiles_to_one_graph(setting: Any, entropy: bool) -> None:
+def test_log_probs_compile_to_one_graph(setting: Any, entropy: bool) -> None:
     logits, record, _ = setting
-    assert_compiles(partial(pair_step, entropy=entropy), (logits, record))
+    assert_compiles(partial(logprobs_step, entropy=entropy), (logits, record))
 
 
 def test_other_sizes_and_settings_from_call_to_call(setting: Any) -> None:
@@ -86,12 +88,12 @@ def test_other_sizes_and_settings_from_call_to_call(setting: Any) -> None:
         problem = Problem(size=size, vocab=40, kind="mixed", seed=size)
         record = moved(problem.record())
         calls.append((problem.logits.float().to(DEVICE), record, problem.advantages.to(DEVICE), coefficient))
-    assert_compiles(loss_and_pair, *calls)
+    assert_compiles(loss_and_logprobs, *calls)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_gradient(setting: Any) -> None:
-    assert_compiles(loss_and_pair, (*setting, 0.1), compiler="inductor")
+    assert_compiles(loss_and_logprobs, (*setting, 0.1), compiler="inductor")
 
 
 def test_checks_break_the_graph_and_change_nothing(setting: Any) -> None:
@@ -127,22 +129,33 @@ def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
 
     logits, record, advantages = setting
     candidates, size = record.candidates, 5
-    heat = torch.full((size,), 1.44, device=DEVICE)
-    shifted = torch.empty(candidates.ids.shape, device=DEVICE)
+    log2e_over_temps = torch.full((size,), 1.44, device=DEVICE)
+    candidate_logits = torch.empty(candidates.ids.shape, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
-    listed = torch.zeros(size, dtype=torch.bool, device=DEVICE)
+    token_is_candidate = torch.zeros(size, dtype=torch.bool, device=DEVICE)
     arguments = (
-        logits, torch.empty_like(logits), shifted, record.tokens, None, record.logprobs, advantages,
-        torch.ones(size, device=DEVICE), heat, None, candidates.ids, candidates.logprobs, candidates.offsets,
+        logits, torch.empty_like(logits), candidate_logits, record.tokens, None, record.logprobs, advantages,
+        torch.ones(size, device=DEVICE), log2e_over_temps, None, candidates.ids, candidates.logprobs, candidates.offsets,
         candidates.complete, torch.full((size,), 0.1, device=DEVICE), None, 40, 0,
         [1e-6, 0.0, 0.0, 0.5, 5.0, -0.7, 1.6, 0.2, 2.0], 3, 0, True, False,
     )  # fmt: skip
     torch.library.opcheck(triton_loss._LOSS, arguments, test_utils=checks)
-    arguments = (logits, record.tokens, None, heat, candidates.ids, candidates.offsets, None, 40, 0, 0.0)
+    arguments = (
+        logits,
+        record.tokens,
+        None,
+        log2e_over_temps,
+        candidates.ids,
+        candidates.offsets,
+        None,
+        40,
+        0,
+        0.0,
+    )
     torch.library.opcheck(vocab_parallel._ROW_STATS, arguments, test_utils=checks)
     arguments = (
-        logits, torch.empty_like(logits), record.tokens, None, heat, heat, heat, heat, candidates.ids,
-        candidates.offsets, shifted.zero_(), heat, listed, 40, 0,
+        logits, torch.empty_like(logits), record.tokens, None, log2e_over_temps, log2e_over_temps, log2e_over_temps, log2e_over_temps, candidates.ids,
+        candidates.offsets, candidate_logits.zero_(), log2e_over_temps, token_is_candidate, 40, 0,
     )  # fmt: skip
     torch.library.opcheck(triton_logprobs._ROW_GRADIENT, arguments, test_utils=checks)
     torch.library.opcheck(

@@ -47,7 +47,7 @@ def problems() -> list[tuple[Problem, torch.Tensor, oc.SamplerRecord]]:
 def results(
     logits: torch.Tensor, problem: Problem, record: oc.SamplerRecord, backend: str, **options
 ) -> list[torch.Tensor]:
-    """Loss, gradient, diagnostics, and the pair's outputs and gradient, for every rule."""
+    """Loss, gradient, diagnostics, and the log-probs' outputs and gradient, for every rule."""
     found = []
     for rule in RULES:
         leaf = logits.clone().requires_grad_()
@@ -291,10 +291,10 @@ def test_shards_of_minus_infinity(masking: float, monkeypatch: pytest.MonkeyPatc
         tokens.append(last - 1)
     logits[2, 26:39] = masking
     table = torch.stack(ids)
-    heat = (logits.double() / 1.2).log_softmax(1)
+    logq = (logits.double() / 1.2).log_softmax(1)
     record = oc.SamplerRecord(
-        torch.tensor(tokens), heat[torch.arange(5), torch.tensor(tokens)],
-        oc.CandidateSet.from_topk(table, heat.gather(1, table)),
+        torch.tensor(tokens), logq[torch.arange(5), torch.tensor(tokens)],
+        oc.CandidateSet.from_topk(table, logq.gather(1, table)),
     )  # fmt: skip
     for rule in (oc.MaskedIS(), oc.Unweighted(), oc.ClampedIS(0.5, 2.0)):
         options = {"correction": oc.Correction(rule), "entropy_coef": 0.1}
