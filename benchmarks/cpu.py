@@ -83,7 +83,7 @@ def measure_busy(variant: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """``count`` processes that compute without a pause, running when the block begins."""
     command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
@@ -91,7 +91,7 @@ def busy_processes(count: int) -> Iterator[None]:
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()

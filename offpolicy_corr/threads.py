@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 MAX_WORKERS = 16  # more would wait for the interpreter lock, which a thread holds between two operations
@@ -188,5 +187,7 @@ def _thread_setters() -> _ThreadSetters | None:
 
 def _a_mode_is_active() -> bool:
     """Whether a dispatch or function mode sees the calling thread's operations; a default device does not count."""
-    functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
-    return bool(functions) or torch._C._len_torch_dispatch_stack() > 0
+    functions = torch.overrides._get_current_function_mode_stack()
+    if any(not isinstance(mode, DeviceContext) for mode in functions):
+        return True
+    return bool(torch._C._len_torch_dispatch_stack() > 0)

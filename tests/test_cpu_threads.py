@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offpolicy_corr.benchmarks import cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -286,7 +289,6 @@ def test_without_openmp_the_passes_run_in_the_calling_thread(monkeypatch: pytest
 @pytest.mark.parametrize("vocab", [1_000, 151_936])
 def test_scratch_memory_is_a_block_and_a_tile_per_worker(count: int, vocab: int) -> None:
     logits = torch.empty(1, dtype=torch.bfloat16).expand(4096, vocab)
-    with_threads(count, lambda: None)
     with Workers(min(count, MAX_WORKERS)) as workers:
         scratch = torch_loss.chunk_scratch(logits, workers)
     used = scratch.exps.nbytes + scratch.shifted.nbytes
@@ -310,7 +312,7 @@ expected = gradient()
 (logits + 1).sum()  # the parent has OpenMP threads now
 child = os.fork()
 if child == 0:
-    signal.alarm(60)
+    signal.alarm(30)
     os._exit(0 if gradient().numpy().tobytes() == expected.numpy().tobytes() else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.get_num_threads())
 """
@@ -335,3 +337,20 @@ def test_a_failing_pass_leaves_no_thread_and_no_changed_number(monkeypatch: pyte
     with pytest.raises(MemoryError, match="no room"):
         oc.policy_loss(problem.logits, problem.record(), problem.advantages)
     assert threading.active_count() == before
+
+
+def test_busy_processes_run_in_the_block_and_not_after_it() -> None:
+    with cpu.busy_processes(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_the_busy_benchmark_reports_every_variant_alone_and_beside_a_busy_process(tmp_path: Path) -> None:
+    sizes = ["--tokens", "6", "--vocab", "300", "--k", "4", "--repeats", "1", "--threads", "2"]
+    path = tmp_path / "busy.json"
+    assert cpu.main([*sizes, "--dtype", "fp32", "--busy", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [row["variant"] for row in result["rows"]] == list(cpu.VARIANTS)
+    for row in result["rows"]:
+        assert row["busy_ratio"] == row["busy_seconds"] / row["seconds"]
+    assert "--busy 1" in result["command"]
