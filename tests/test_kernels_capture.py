@@ -57,8 +57,8 @@ def loss_and_gradient(z: Tensor, kind: str, temperature: bool = False, **options
     assert gradient.shape == z.shape and gradient.dtype == z.dtype and gradient.device.type == "cuda"
 
 
-# Grid: the host's path branches on the kind of record, the mask and the buffer. Of the rule it only asks whether α can grow,
-# so every kind meets one rule whose α cannot, and every rule meets the kind that has all branches.
+# Grid: the host's path branches on the kind of record, the mask and the buffer. Of the rule it only asks whether α can
+# grow, so every kind meets one rule whose α cannot, and every rule meets the kind that has all branches.
 EVERY_KIND = [
     (oc.MaskedIS(), kind, masked, inplace)
     for kind in RECORDS

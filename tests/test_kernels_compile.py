@@ -135,7 +135,8 @@ def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
     token_is_candidate = torch.zeros(size, dtype=torch.bool, device=DEVICE)
     arguments = (
         logits, torch.empty_like(logits), candidate_logits, record.tokens, None, record.logprobs, advantages,
-        torch.ones(size, device=DEVICE), log2e_over_temps, None, candidates.ids, candidates.logprobs, candidates.offsets,
+        torch.ones(size, device=DEVICE), log2e_over_temps, None, candidates.ids, candidates.logprobs,
+        candidates.offsets,
         candidates.complete, torch.full((size,), 0.1, device=DEVICE), None, 40, 0,
         [1e-6, 0.0, 0.0, 0.5, 5.0, -0.7, 1.6, 0.2, 2.0], 3, 0, True, False,
     )  # fmt: skip
@@ -154,7 +155,8 @@ def test_the_operators_pass_torch_s_own_checks(setting: Any) -> None:
     )
     torch.library.opcheck(vocab_parallel._ROW_STATS, arguments, test_utils=checks)
     arguments = (
-        logits, torch.empty_like(logits), record.tokens, None, log2e_over_temps, log2e_over_temps, log2e_over_temps, log2e_over_temps, candidates.ids,
+        logits, torch.empty_like(logits), record.tokens, None, log2e_over_temps, log2e_over_temps,
+        log2e_over_temps, log2e_over_temps, candidates.ids,
         candidates.offsets, candidate_logits.zero_(), log2e_over_temps, token_is_candidate, 40, 0,
     )  # fmt: skip
     torch.library.opcheck(triton_logprobs._ROW_GRADIENT, arguments, test_utils=checks)
