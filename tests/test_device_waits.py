@@ -73,3 +73,18 @@ def test_validated_log_probs_wait_once_and_nothing_waits_without_validation(wait
     assert len(waits) == 1
     oc.policy_loss(logits, record, on_gpu(1.0, T), backend="triton", validate=False)
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_backward_pass_keeps_the_backend_of_the_forward_pass(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offpolicy_corr.autograd import PrecomputedGrads
+    from offpolicy_corr.kernels import rescale
+
+    launched: list[Tensor] = []
+    monkeypatch.setattr(rescale, "scale_", lambda gradient, factor: launched.append(gradient) or gradient)
+    gradient = on_gpu(1.0, T, V)
+    (scaled,) = PrecomputedGrads([gradient], [gradient.dtype], backend).times(on_gpu(3.0))
+    assert scaled is not None and scaled.shape == gradient.shape
+    assert len(launched) == (1 if backend == "triton" else 0)
