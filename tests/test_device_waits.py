@@ -79,8 +79,9 @@ def test_validated_log_probs_wait_once_and_nothing_waits_without_validation(wait
 def test_the_backward_pass_keeps_the_backend_of_the_forward_pass(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offpolicy_corr.autograd import PrecomputedGrads
     from offpolicy_corr.kernels import rescale
+
+    from offpolicy_corr.autograd import PrecomputedGrads
 
     launched: list[Tensor] = []
     monkeypatch.setattr(rescale, "scale_", lambda gradient, factor: launched.append(gradient) or gradient)
