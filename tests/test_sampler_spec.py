@@ -51,8 +51,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("repetition_penalty", 0.0),
     ("presence_penalty", float("inf")),
     ("vocab_size", 0),
-    ("filter_order", "random"),
-    ("token_ids", "guessed"),
     ("dialect", "patois"),
 ]
 
@@ -129,10 +127,10 @@ def test_names_are_text(name: str) -> None:
 def test_specs_survive_json_and_refuse_what_they_do_not_know() -> None:
     specs = (
         SamplerSpec(engine="sglang", logprobs="support", temperature=0.7, top_p=0.9, top_k=64, group="größe"),
-        SamplerSpec(engine="vllm", logprobs="raw", constrained=False, tensor_parallel=8),
+        SamplerSpec(engine="vllm", logprobs="raw", constrained=False, logits_width=8),
     )
     plain = json.loads(json.dumps(specs_to_plain(specs)))
-    assert specs_from_plain(plain) == specs and set(plain[1]) == {"engine", "logprobs", "tensor_parallel"}
+    assert specs_from_plain(plain) == specs and set(plain[1]) == {"engine", "logprobs", "logits_width"}
     for wrong in (
         None,
         3,
