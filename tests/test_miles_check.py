@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from offpolicy_corr.integrations.miles import Settings, SettingsError, check_main
 from offpolicy_corr.integrations.miles.launch import parse_launch
-from offpolicy_corr.integrations.miles.option_table import OPTIONS, RULES
+from offpolicy_corr.integrations.miles.option_rules import RULES
+from offpolicy_corr.integrations.miles.option_table import OPTIONS
 from offpolicy_corr.integrations.miles.options import (
     CONVERTER,
     CONVERTER_OPTION,
@@ -41,6 +42,8 @@ def check(tmp_path: Path, options: dict[str, Any], *launch: str) -> int:
     words = list(launch)
     if not any("top-logprobs-num" in word or "top-k" in word for word in words):
         words += ["--rollout-top-logprobs-num", "128"]
+    if not any("config-path" in word for word in words):
+        words += ["--custom-config-path", str(path)]
     return check_main([str(path), *words])
 
 
@@ -105,13 +108,29 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         ({"loss_type": None}, [], "own policy_loss"),
         ({"custom_loss_function_path": "offpolicy_corr/integrations/miles.py:policy_loss"}, [], "last point"),
         ({"custom_loss_function_path": "other.loss"}, [], "not this loss"),
-        ({"rolout_temperature": 1.0}, [], "did you mean rollout_temperature"),
+        ({"rolout_temperature": 1.0}, [], "Did you mean rollout_temperature?"),
         ({"lr": "1e-6"}, [], "as text"),
-        ({"entropy_coef": "0.5"}, [], "must be a number, got '0.5'. Remove the quotes: 0.5"),
-        ({"use_kl_loss": "false"}, [], "write true or false, without quotes"),
-        ({}, ["--advantage-estimator", "grpoo"], "use one of grpo"),
-        ({}, ["--qkv-format", "sbhd"], "use one of thd, bshd"),
-        ({}, ["--rollout-top-p", "0.9", "--rollout-top-k", "20.5"], "give a whole number"),
+        (
+            {"entropy_coef": "0.5"},
+            [],
+            "entropy_coef must be a number (entropy_coef = '0.5' in the YAML). Remove the quotes: 0.5.",
+        ),
+        ({"use_kl_loss": "false"}, [], "Write true or false, without quotes"),
+        (
+            {},
+            ["--advantage-estimator", "grpoo"],
+            "(advantage_estimator = 'grpoo' on the launch line). Did you mean grpo? Use one of grpo",
+        ),
+        (
+            {},
+            ["--qkv-format", "sbhd"],
+            "unknown qkv_format (qkv_format = 'sbhd' on the launch line). Did you mean bshd? Use one of thd, bshd",
+        ),
+        (
+            {},
+            ["--rollout-top-p", "0.9", "--rollout-top-k", "20.5"],
+            "(rollout_top_k = 20.5 on the launch line). Give a whole number",
+        ),
         ({}, ["--rollout-top-p", "1.5"], "it lies in (0, 1]"),
         ({}, ["--rollout-min-p", "0.1"], "truncates without a recorded support"),
         (
@@ -128,15 +147,19 @@ def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
         (
             {"custom_loss_function_path": "offpolicy_corr.integrations.miles.policy_los"},
             [],
-            "did you mean offpolicy_corr.integrations.miles.policy_loss?",
+            "Did you mean offpolicy_corr.integrations.miles.policy_loss?",
         ),
         (
             {CONVERTER_OPTION: "offpolicy_corr.integrations.miles.transprt.convert_samples"},
             [],
-            "there is no module",
+            f"Did you mean {CONVERTER}?",
         ),
-        ({"custom_generate_function_path": "json.lods"}, [], "did you mean json.loads?"),
-        ({"custom_rm_path": 3}, [], "name a function"),
+        (
+            {"custom_generate_function_path": "json.lods"},
+            [],
+            "json has no lods (custom_generate_function_path = 'json.lods' in the YAML). Did you mean json.loads?",
+        ),
+        ({"custom_rm_path": 3}, [], "custom_rm_path names no function"),
         ({"rollout_temperature": "hot"}, [], "rollout_temperature must be a number"),
         ({"kl_loss_coef": "much"}, [], "kl_loss_coef must be a number"),
         ({}, ["--rollout-top-k", "many"], "rollout_top_k must be a number"),
@@ -283,14 +306,17 @@ def test_a_misspelled_hook_is_one_error(tmp_path: Path, capsys: Any) -> None:
     printed = capsys.readouterr().out
     assert (
         sum(line.startswith("error: ") for line in printed.splitlines()) == 1
-        and f"did you mean {TIS_PATH}?" in printed
+        and f"Did you mean {TIS_PATH}?" in printed
     )
 
 
 def test_a_refusal_says_where_its_values_come_from(tmp_path: Path, capsys: Any) -> None:
     assert check(tmp_path, {**BASE, "rollout_temperature": 0}, "--qkv-format", "sbhd") == 1
     printed = capsys.readouterr().out
-    assert "(rollout_temperature: the YAML)" in printed and "(qkv_format: the launch line)" in printed
+    assert "(rollout_temperature = 0 in the YAML)" in printed
+    assert "(qkv_format = 'sbhd' on the launch line)" in printed
+    assert check(tmp_path, {**BASE, "rollout_temperature": 0}, "--rollout-temperature", "1") == 1
+    assert "(rollout_temperature = 0 in the YAML, over 1 on the launch line)" in capsys.readouterr().out
 
 
 def test_the_file_that_is_checked_is_the_one_that_is_launched(tmp_path: Path, capsys: Any) -> None:

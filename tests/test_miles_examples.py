@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from offpolicy_corr.integrations.miles import Settings, check_main
-from offpolicy_corr.integrations.miles.option_table import problems
+from offpolicy_corr.integrations.miles.option_check import problems
 from offpolicy_corr.integrations.miles.options import LOSS
 
 import miles_double as double

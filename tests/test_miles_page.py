@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from offpolicy_corr.integrations.miles import Settings, check_main
 from offpolicy_corr.integrations.miles.metrics import Metrics
-from offpolicy_corr.integrations.miles.settings import GUARDS
+from offpolicy_corr.settings import GUARDS
 
 import miles_double as double
 import pages

@@ -5,10 +5,11 @@ imports Miles before it is called. `transport` carries extra keys where the inst
 `request_fields` serve a generate function of your own, and `check_main` is the command ``offpolicy-corr miles check``.
 """
 
+from offpolicy_corr.settings import Settings, SettingsError
+
 from .check import check_main
 from .loss import policy_loss
 from .sampling import request_fields, sampler_spec
-from .settings import Settings, SettingsError
 from .tis import tis_function
 
 __all__ = [

@@ -1,12 +1,11 @@
-"""Adapter: ``offpolicy-corr miles check config.yaml [launch arguments…]``, what a run would refuse.
+"""Adapter: ``offpolicy-corr miles check config.yaml [launch arguments…]``, what a run would refuse, before its launch.
 
 The launch arguments are overridden by the YAML, as Miles does near the end of its own validation. What may stand in an
-option is said in `option_table`.
+option is said in `option_table`, which options go together in `option_rules`.
 """
 
 from __future__ import annotations
 
-import difflib
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -14,18 +13,32 @@ from typing import Any
 
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.requests import RequestParameters, request_parameters
+from offpolicy_corr.settings import Settings, SettingsError
 
+from .function_paths import is_ours, names_function, path_problem
 from .host import torch_native
-from .launch import USAGE, other_config, parse_launch, path_problem, read_file
-from .option_table import OPTIONS, RULES, environment_problems, problems
+from .launch import (
+    USAGE,
+    before_the_yaml,
+    config_problem,
+    launch_problems,
+    misspelled,
+    parse_launch,
+    read_file,
+    sources,
+    yaml_problems,
+)
+from .option_check import environment_problems, problems
 from .options import (
     CONVERTER,
     CONVERTER_OPTION,
     HOOK_OPTION,
-    LAUNCH,
-    LAUNCH_LOSS,
+    LOSS,
+    LOSS_OPTION,
     LOSS_PATH,
+    OWN_FUNCTIONS,
     TIS,
+    TIS_OPTION,
     TIS_PATH,
     TRAINER_HOOK,
     Problem,
@@ -33,33 +46,19 @@ from .options import (
     number_of,
 )
 from .sampling import spec_of_kind
-from .settings import EXPONENT, Settings, SettingsError
 
 _NATIVE = (
     "  (where Miles has native score centering; v0.1.0: a generate function that calls transport.attach)"
 )
-_TIS_OPTION, _LOSS_OPTION = "custom_tis_function_path", "custom_loss_function_path"
-# names that this command reads, so that a misspelled one in the YAML is found: Miles takes any name
-_KNOWN = frozenset(
-    {
-        "offpolicy_corr",
-        "tis_clip",
-        "disable_grpo_std_normalization",
-        "allgather_cp",
-        "train_backend",
-        "vocab_size",
-    }
-    | {_LOSS_OPTION, "custom_generate_function_path", "kl_loss_type"}
-    | {option.name for option in OPTIONS}
-    | {name for rule in RULES for name in rule.names}
-)
+_SEE = "See The mapping in docs/miles.md"
+_POLICY_LOSS_ALONE = ("eps_clip", "eps_clip_high", "eps_clip_c", "tis_clip", "tis_clip_low")
 
 
 def check_main(argv: list[str]) -> int:
-    """The command. Prints what is wrong, each with its reason, or what the run needs.
+    """The command. Prints what is wrong, each with its reason and remedy, or what the run needs.
 
     Returns:
-        0 where the run may start, 1 where something is wrong, 2 for a call that cannot be understood.
+        0 where the run may start, 1 where something is wrong, 2 for a call or a file that cannot be read.
     """
     if not argv or argv[0].startswith("-"):
         print(USAGE, file=sys.stderr)
@@ -70,20 +69,22 @@ def check_main(argv: list[str]) -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options = {**launch, **yaml}
-    found, notes, settings = examine(options, Path(argv[0]).parent)
-    other = other_config(launch, argv[0])
-    if other is not None:
-        found.append(Problem(("custom_config_path",), other))
-    notes += _behind_the_checks(yaml, launch)
+    found, meant = yaml_problems(yaml)
+    found += launch_problems(argv[1:]) + before_the_yaml(yaml, launch)
+    config = config_problem(launch, argv[0])
+    notes = [config] if isinstance(config, str) else []
+    found += [config] if isinstance(config, Problem) else []
+    wrong, noted, settings, options = examine({**launch, **meant}, Path(argv[0]).parent)
+    found += wrong
+    notes += noted + _sampling_in_yaml(yaml, launch)
     lines: list[str] = []
     if settings is not None and not found:
         try:
             lines = needs(Namespace(**options), settings)
         except (RecordError, SettingsError) as error:
-            found.append(Problem((), str(error)))
+            found.append(Problem((), str(error), "See docs/miles.md"))
     for problem in found:
-        print(f"error: {problem.text}{_sources(problem, yaml, launch)}")
+        print(f"error: {problem.text({**launch, **yaml}, sources(yaml, launch))}")
     for note in notes:
         print(f"note: {note}")
     if found:
@@ -93,47 +94,92 @@ def check_main(argv: list[str]) -> int:
     return 0
 
 
-def examine(options: dict[str, Any], folder: Path) -> tuple[list[Problem], list[str], Settings | None]:
-    """(what must be put right, what should be known, the settings where they could be read).
+def examine(
+    options: dict[str, Any], folder: Path
+) -> tuple[list[Problem], list[str], Settings | None, dict[str, Any]]:
+    """What must be put right, what should be known, the settings where they could be read, the options as meant.
 
-    ``folder`` is that of the YAML, where modules of one's own may lie.
+    ``folder`` is that of the YAML, where modules of one's own may lie. What is misspelled is reported once and judged
+    as what it means, so that it causes no second error.
     """
-    args = Namespace(**options)
-    found, notes = _misspelled(options), list[str]()
-    for name, value in options.items():
-        if _names_function(name) and value is not None:
-            problem, note = path_problem(name, value, folder)
-            found += [Problem((name,), problem)] if problem else []
-            notes += [note] if note else []
+    found, options = misspelled(options)
+    notes = _look_up_functions(options, folder, found)
+    settings = None
     try:
         settings = Settings.of(options.get("offpolicy_corr"))
     except SettingsError as error:
-        return [*found, Problem(("offpolicy_corr",), str(error))], notes, None
-    if uses_tis_hook(options):
-        checkers = [TIS, LAUNCH]
-        if not options.get("use_tis"):
-            notes.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
-    else:
-        checkers = [LAUNCH_LOSS, LAUNCH]
-        found += [problem for problem in _loss_path(options) if problem.names not in {p.names for p in found}]
-        if not options.get("use_rollout_logprobs"):
-            notes.append(
-                "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
-            )
-    judged = [problem for checker in checkers for problem in problems(args, settings, checker)]
-    found += dict.fromkeys(judged)  # a row may belong to both checkers
+        reason, _, remedy = str(error).rpartition(". ")
+        found.append(Problem(("offpolicy_corr",), reason or remedy, remedy if reason else _SEE))
+    run, wrong_run = _run(options)
+    args = Namespace(**options)
+    found += [wrong_run] if wrong_run is not None else []
+    if run is not None:
+        found += problems(args, settings, run, launch=True)
+        notes += _without_effect(options, run)
     found += environment_problems()
     if torch_native(args) and options.get(CONVERTER_OPTION) == CONVERTER:
         notes.append(
             f"torch-native trainers run no {HOOK_OPTION}: give Ray the runtime environment "
             f'{{"worker_process_setup_hook": "{TRAINER_HOOK}"}}'
         )
-    return found, notes, settings
+    return found, notes, settings, options
+
+
+def _look_up_functions(options: dict[str, Any], folder: Path, found: list[Problem]) -> list[str]:
+    """Notes on functions that could not be looked up. Adds to ``found``; corrects ``options`` where ours are meant."""
+    notes = []
+    for name, value in list(options.items()):
+        if not names_function(name) or value is None:
+            continue
+        wrong = path_problem(name, value, [folder, Path.cwd()])
+        if isinstance(wrong, str):
+            notes.append(wrong)
+        elif wrong is not None:
+            found.append(wrong)
+            ours = OWN_FUNCTIONS.get(name)
+            if ours and (name == LOSS_OPTION or is_ours(value, ours)):
+                options[name] = ours
+    return notes
+
+
+def _run(options: dict[str, Any]) -> tuple[str | None, Problem | None]:
+    """(`LOSS` or `TIS`, what the run lacks of it); None where neither is named."""
+    path, loss_type = options.get(LOSS_OPTION), options.get("loss_type")
+    if options.get(TIS_OPTION) == TIS_PATH and path is None and loss_type != "custom_loss":
+        return TIS, None
+    if path is None and loss_type is None:
+        reason = "neither this loss nor its hook is named: Miles would train with its own policy_loss"
+        remedy = (
+            f"Set loss_type: custom_loss and {LOSS_OPTION}: {LOSS_PATH}; or, for weights inside Miles' own loss, "
+            f"use_tis: true and {TIS_OPTION}: {TIS_PATH}"
+        )
+        return None, Problem((LOSS_OPTION, TIS_OPTION), reason, remedy)
+    if loss_type is None:
+        reason = "loss_type is not set: Miles would train with its own policy_loss"
+        return LOSS, Problem((LOSS_OPTION,), reason, "Set loss_type: custom_loss")
+    if path is None:
+        return LOSS, Problem(("loss_type",), f"{LOSS_OPTION} is not set", f"Set {LOSS_OPTION}: {LOSS_PATH}")
+    return LOSS, None
+
+
+def _without_effect(options: dict[str, Any], run: str) -> list[str]:
+    notes = []
+    if run == TIS and not options.get("use_tis"):
+        notes.append("use_tis is off: tis_function reports metrics and leaves the loss alone")
+    if run == LOSS and not options.get("use_rollout_logprobs"):
+        notes.append(
+            "use_rollout_logprobs is off: Miles scores every batch once more, and this loss does not read it"
+        )
+    names = _POLICY_LOSS_ALONE if run == LOSS else _POLICY_LOSS_ALONE[-2:]
+    place = "this loss" if run == LOSS else "tis_function"
+    given = [name for name in names if name in options]
+    notes += [f"{name} has no effect under {place}: its bounds stand in offpolicy_corr" for name in given]
+    return notes
 
 
 def needs(args: Any, settings: Settings) -> list[str]:
     """What must be set so that the samplers record all that the correction uses."""
-    hook = uses_tis_hook(vars(args))
+    hook = _run(vars(args))[0] == TIS
     kind = "none" if hook else settings.kind_of_candidates(filters(args))
     count = int(number_of(args, "rollout_top_logprobs_num", 0)) or 128
     request = request_parameters(spec_of_kind(args, kind), settings.correction, num_candidates=count)
@@ -148,13 +194,6 @@ def needs(args: Any, settings: Settings) -> list[str]:
     if hook:
         return [*lines, "Miles:", f"  --use-tis --custom-tis-function-path {TIS_PATH}"]
     return [*lines, "Miles:", *(f"  {option}" for option in _miles_options(args, settings, kind, count))]
-
-
-def uses_tis_hook(options: dict[str, Any]) -> bool:
-    """Whether the run keeps Miles' own policy loss and takes the weights of our TIS hook, misspelled or not."""
-    path = options.get(_TIS_OPTION)
-    ours = isinstance(path, str) and path.startswith("offpolicy_corr.")
-    return ours and options.get("loss_type", "policy_loss") != "custom_loss"
 
 
 def _fields(request: RequestParameters) -> list[str]:
@@ -181,48 +220,7 @@ def _miles_options(args: Any, settings: Settings, kind: str, count: int) -> list
     return options
 
 
-def _names_function(name: str) -> bool:
-    return name.startswith("custom_") and name.endswith("_path") and name != "custom_config_path"
-
-
-def _loss_path(options: dict[str, Any]) -> list[Problem]:
-    path = options.get(_LOSS_OPTION)
-    found = []
-    if options.get("loss_type") is None:
-        text = "loss_type is not set: Miles would train with its own policy_loss. Set loss_type: custom_loss"
-        found.append(Problem(("loss_type",), text))
-    if path is None:
-        found.append(Problem((_LOSS_OPTION,), f"{_LOSS_OPTION} is not set: use {LOSS_PATH}"))
-    elif path != LOSS_PATH:
-        text = f"{_LOSS_OPTION} is {path!r}, which is not this loss: use {LOSS_PATH}"
-        found.append(Problem((_LOSS_OPTION,), text))
-    return found
-
-
-def _misspelled(options: dict[str, Any]) -> list[Problem]:
-    found = []
-    for key, value in options.items():
-        near = difflib.get_close_matches(key, _KNOWN, 1, cutoff=0.9)
-        if near and key not in _KNOWN:
-            text = f"{key} is no option known here: did you mean {near[0]}? Miles would take it and ignore it"
-            found.append(Problem((key,), text))
-        if isinstance(value, str) and EXPONENT.fullmatch(value) and key not in {o.name for o in OPTIONS}:
-            text = f"{key}: YAML reads {value} as text: write it with a point, for example 1.0e-4"
-            found.append(Problem((key,), text))
-    return found
-
-
-def _sources(problem: Problem, yaml: dict[str, Any], launch: dict[str, Any]) -> str:
-    """Where the values of a problem's options come from."""
-    places = [
-        f"{name}: {'the YAML' if name in yaml else 'the launch line'}"
-        for name in problem.names
-        if name in yaml or name in launch
-    ]
-    return f" ({', '.join(places)})" if places else ""
-
-
-def _behind_the_checks(yaml: dict[str, Any], launch: dict[str, Any]) -> list[str]:
+def _sampling_in_yaml(yaml: dict[str, Any], launch: dict[str, Any]) -> list[str]:
     """Sampling options that Miles derives others from before it reads the YAML."""
     names = ("rollout_top_p", "rollout_top_k", "rollout_top_logprobs_num")
     return [

@@ -16,11 +16,11 @@ from torch import Tensor
 from offpolicy_corr.numerics import compute_dtype
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
+from offpolicy_corr.settings import Settings
 
 from .candidates import read_candidates
 from .host import GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY, Batch, need_per_sample
 from .options import drops_count, filters
-from .settings import Settings
 
 
 @dataclass(frozen=True, eq=False)

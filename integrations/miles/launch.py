@@ -1,18 +1,34 @@
-"""Adapter: options as a launch of Miles gets them, from YAML and command line, and the functions they name."""
+"""Adapter: options as a launch of Miles gets them: from the launch line, then from the YAML, which overrides it."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .settings import SettingsError
+from offpolicy_corr.settings import SettingsError, number_remedy
+
+from .function_paths import FUNCTION_OPTIONS
+from .option_rules import RULES
+from .option_table import BY_NAME, SWITCHES
+from .options import Problem
 
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
-_OWN = "offpolicy_corr."
+CONFIG_OPTION = "custom_config_path"
+YAML, LAUNCH_LINE = "in the YAML", "on the launch line"
+# switches that turn off what Miles keeps under another name
+NEGATIONS = {
+    "disable_grpo_std_normalization": "grpo_std_normalization",
+    "disable_rewards_normalization": "rewards_normalization",
+    "disable_compute_advantages_and_returns": "compute_advantages_and_returns",
+}
+# names that this command knows, so that a misspelled one is found: Miles takes any name in the YAML
+KNOWN = frozenset(
+    {"offpolicy_corr", CONFIG_OPTION, *NEGATIONS, *BY_NAME, *FUNCTION_OPTIONS}
+    | {"multi_lora_adapter", "multi_lora_adapters"}  # of Miles, close to names of the table
+    | {name for rule in RULES for name in rule.names}
+)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -22,25 +38,33 @@ def read_file(path: str) -> dict[str, Any]:
         SettingsError: no readable file, another encoding than UTF-8, and what `read_yaml` refuses.
     """
     file = Path(path)
-    if file.is_dir():
-        raise SettingsError(f"{path} is a folder: name the YAML file")
     try:
+        if file.is_dir():
+            raise SettingsError(f"{path} is a folder: name the YAML file")
         content = file.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"{path} cannot be read: {reason}. Name a file that exists and may be read"
+        ) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {content[error.start]:#04x} at position {error.start}"
         raise SettingsError(f"{path} is not UTF-8 ({where}): save it as UTF-8") from None
-    return read_yaml(text)
+    try:
+        return read_yaml(text)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def read_yaml(text: str) -> dict[str, Any]:
     """The YAML as Miles reads it (``safe_load``), but a key that stands twice is an error, not a silent override.
 
     Raises:
-        SettingsError: pyyaml is missing, the text is no YAML or no mapping, or a key stands twice.
+        SettingsError: pyyaml is missing, the text is no YAML or no mapping, a key stands twice or is no text.
     """
     try:
         import yaml  # type: ignore[import-untyped]
@@ -49,113 +73,184 @@ def read_yaml(text: str) -> dict[str, Any]:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: dict[str, int] = {}
-            for key, _ in node.value:
-                line = key.start_mark.line + 1
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise SettingsError(
-                        f"{key.value} stands twice, on lines {seen[key.value]} and {line}: YAML would keep the last"
-                    )
-                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    seen[key.value] = line
+            _refuse_duplicates(key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             return dict(super().construct_mapping(node, deep=deep))
+
+        def flatten_mapping(self, node: Any) -> None:  # ``<<`` puts merged keys beside a mapping's own
+            _refuse_duplicates(key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            super().flatten_mapping(node)
 
     try:
         data = yaml.load(text, Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        raise SettingsError(f"not YAML: {error}") from None
+    except SettingsError:
+        raise
+    except RecursionError:
+        raise SettingsError("not YAML that Miles could read: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        hint = ". Indent with spaces, not tabs" if "'\\t'" in str(error) else ""
+        raise SettingsError(f"not YAML: {error}{hint}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise SettingsError(f"the YAML must be a mapping of options, got {type(data).__name__}")
-    return {str(key): value for key, value in data.items()}
+        raise SettingsError(
+            f"the YAML must be a mapping of options, got {type(data).__name__}. "
+            "Write lines such as loss_type: custom_loss"
+        )
+    for key in data:
+        if not isinstance(key, str):
+            raise SettingsError(
+                f"the key {key!r} is no text, and Miles stops at it: put it in quotes or leave it out"
+            )
+    return data
+
+
+def _refuse_duplicates(keys: Any) -> None:
+    lines: dict[str, int] = {}
+    for key in keys:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise SettingsError(
+                f"{key.value} stands twice, on lines {lines[key.value]} and {line}: YAML would keep the last. "
+                "Remove one"
+            )
+        if key.value != "<<":
+            lines[key.value] = line
 
 
 def parse_launch(argv: Sequence[str]) -> dict[str, Any]:
-    """``--option value``, ``--option=value`` and switches, by Miles' names. A repeated option counts last."""
+    """``--option value``, ``--option=value`` and switches, by Miles' names. A repeated option counts last.
+
+    Raises:
+        SettingsError: a word that belongs to no option.
+    """
     found: dict[str, Any] = {}
+    for name, values in _words(argv):
+        key = name.replace("-", "_")
+        if key in NEGATIONS:
+            found[NEGATIONS[key]] = False
+        elif not values or key in SWITCHES:  # a value beside a switch is a problem of its own
+            found[key] = True
+        else:
+            found[key] = _scalar(values[0]) if len(values) == 1 else [_scalar(value) for value in values]
+    return found
+
+
+def _words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     index = 0
     while index < len(argv):
         word = argv[index]
         index += 1
-        if not word.startswith("--"):
-            raise SettingsError(f"launch arguments start with --, got {word!r}. {USAGE}")
+        if not word.startswith("--") or word in ("--", "--="):
+            raise SettingsError(
+                f"launch arguments start with --, got {word!r}: leave the command out. {USAGE}"
+            )
         name, equals, value = word[2:].partition("=")
         values = [value] if equals else []
         while not equals and index < len(argv) and not argv[index].startswith("--"):
             values.append(argv[index])
             index += 1
+        yield name, values
+
+
+def launch_problems(argv: Sequence[str]) -> list[Problem]:
+    """What Miles' parser would refuse: a value beside a switch, an option by another name."""
+    found = []
+    for name, values in _words(argv):
         key = name.replace("-", "_")
-        found[key] = (
-            True if not values else _scalar(values[0]) if len(values) == 1 else [_scalar(v) for v in values]
-        )
+        if values and key in SWITCHES | NEGATIONS.keys():
+            text = f"--{name} is a switch, and {' '.join(values)} stands beside it {LAUNCH_LINE}"
+            found.append(Problem((), text, f"Write --{name} alone, or leave it out to turn it off"))
+        if "_" in name and key in KNOWN:
+            found.append(Problem((), f"--{name} is no option of Miles", f"Write --{key.replace('_', '-')}"))
+        longer = [known for known in KNOWN if known.startswith(key) and len(key) >= 5]
+        if longer and key not in KNOWN and "_" in key:
+            text = f"--{name} is no option of Miles, whose parser takes no abbreviations"
+            found.append(
+                Problem((), text, f"Write --{min(longer).replace('_', '-')} in full, if that is meant")
+            )
     return found
 
 
-def other_config(launch: dict[str, Any], checked: str) -> str | None:
-    """What is wrong where ``--custom-config-path`` names another file than the one that is checked."""
-    named = launch.get("custom_config_path")
+def yaml_problems(yaml: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
+    """(what is wrong with names and numbers of the YAML, its options by the names that are meant)."""
+    found, meant = [], dict[str, Any]()
+    for key, value in yaml.items():
+        name = key.replace("-", "_")
+        if key == CONFIG_OPTION:
+            found.append(Problem((key,), f"{key} has no effect in the YAML", "Put it on the launch line"))
+        elif name in NEGATIONS:
+            remedy = f"Write {NEGATIONS[name]}: false, or put --{name.replace('_', '-')} on the launch line"
+            found.append(Problem((key,), f"{key} has no effect in the YAML", remedy))
+        elif name != key and name in KNOWN:
+            found.append(
+                Problem((key,), f"{key} is no name of an option: Miles would ignore it", f"Write {name}")
+            )
+        if isinstance(value, str) and key not in KNOWN:
+            remedy = number_remedy(value)
+            if remedy is not None and "as text" in remedy:
+                found.append(Problem((key,), f"{key} would be text for Miles", remedy))
+        meant[NEGATIONS.get(name, name)] = not value if name in NEGATIONS else value
+    return found, meant
+
+
+def misspelled(options: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
+    """(options that look like a known one, the options by the names that are meant)."""
+    found, meant = [], dict(options)
+    for key, value in options.items():
+        near = [] if key in KNOWN else difflib.get_close_matches(key, KNOWN, 1, cutoff=0.9)
+        if near:
+            reason = f"{key} is no option known here, and Miles would ignore it in the YAML"
+            found.append(Problem((key,), reason, f"Did you mean {near[0]}?"))
+            meant.setdefault(near[0], value)
+    return found, meant
+
+
+def config_problem(launch: dict[str, Any], checked: str) -> Problem | str | None:
+    """What is wrong where ``--custom-config-path`` names another file than ``checked``; a note where it is absent."""
+    named = launch.get(CONFIG_OPTION)
     if named is None:
-        return None
+        if not launch:
+            return None
+        return f"no --custom-config-path {LAUNCH_LINE}: without it Miles does not read {checked}"
+    names = (CONFIG_OPTION,)
     if not isinstance(named, str) or named.startswith("base64:"):
-        return f"custom_config_path is {str(named)[:60]!r}, so {checked} would not be read: check what the launch names"
+        reason = f"{CONFIG_OPTION} names no file, so {checked} would not be read"
+        return Problem(names, reason, f"Write --custom-config-path {checked}")
     if Path(named).resolve() != Path(checked).resolve():
-        return (
-            f"custom_config_path names {named}, and {checked} is checked: the run would read the other file"
-        )
+        reason = f"{CONFIG_OPTION} names another file than {checked}: the run would read the other file"
+        return Problem(names, reason, "Check the file that is launched")
     return None
 
 
-def path_problem(name: str, value: Any, folder: Path) -> tuple[str | None, str | None]:
-    """(problem, note) of an option that names a function by a dotted path, ``package.module.function``.
-
-    Modules are looked up in ``folder``, beside the YAML, and where Python finds them. Their source is read, never
-    executed, except that Python imports the packages around a module to find it.
-    """
-    if not isinstance(value, str):
-        return f"{name} is {value!r}: name a function, package.module.function", None
-    if ":" in value:
-        return (
-            f"{name} {value!r}: Miles splits at the last point, a colon fails. Write package.module.function",
-            None,
+def before_the_yaml(yaml: dict[str, Any], launch: dict[str, Any]) -> list[Problem]:
+    """Options that the YAML sets too late, since Miles has used what stands on the launch line before it reads it."""
+    found = []
+    backend = launch.get("train_backend", "megatron")
+    if (
+        yaml.get("train_backend", backend) != backend
+        and BY_NAME["train_backend"].fault(yaml["train_backend"]) is None
+    ):
+        reason = "Miles selects the backend from the launch line, before it reads the YAML"
+        found.append(
+            Problem(("train_backend",), reason, f"Put --train-backend {yaml['train_backend']} there")
         )
-    module, _, function = value.rpartition(".")
-    if not module:
-        return f"{name} {value!r} names no module: write package.module.function", None
-    names = _names_in(module, folder)
-    if names is None:
-        if value.startswith(_OWN):
-            return f"{name} names {value}, and there is no module {module}", None
-        return None, f"{name}: {module} is not installed here, so {value} could not be looked up"
-    if function in names:
-        return None, None
-    near = difflib.get_close_matches(function, names, 1)
-    hint = f": did you mean {module}.{near[0]}?" if near else ""
-    return f"{name} names {value}, and {module} has no {function}{hint}", None
+    estimator = launch.get("advantage_estimator", "grpo")
+    if (yaml.get("advantage_estimator", estimator) == "ppo") != (estimator == "ppo"):
+        reason = "Miles decides on a critic from the launch line, before it reads the YAML"
+        remedy = f"Put --advantage-estimator {yaml['advantage_estimator']} there"
+        found.append(Problem(("advantage_estimator",), reason, remedy))
+    return found
 
 
-def _names_in(module: str, folder: Path) -> set[str] | None:
-    """Top-level names of a module's source; None where it cannot be found or read."""
-    source = folder.joinpath(*module.split(".")).with_suffix(".py")
-    if not source.is_file():
-        try:
-            spec = importlib.util.find_spec(module)
-        except Exception:  # importing the packages around it runs their code, which may fail in any way
-            return None
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            return None
-        source = Path(spec.origin)
-    found: set[str] = set()
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+def sources(yaml: dict[str, Any], launch: dict[str, Any]) -> dict[str, str]:
+    """Where the value of each option comes from."""
+    found = dict.fromkeys(launch, LAUNCH_LINE) | dict.fromkeys(yaml, YAML)
+    for name in launch.keys() & BY_NAME.keys() - SWITCHES - yaml.keys():
+        if launch[name] is True:
+            found[name] = f"{LAUNCH_LINE}, which gives no value"
+    for name in launch.keys() & yaml.keys():
+        if launch[name] != yaml[name]:
+            found[name] = f"{YAML}, over {launch[name]!r} {LAUNCH_LINE}"
     return found
 
 

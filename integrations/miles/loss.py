@@ -19,15 +19,15 @@ from offpolicy_corr.numerics import safe_mul
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
 from offpolicy_corr.result import PolicyLoss
+from offpolicy_corr.settings import Settings
 
 from .host import Batch, group_of, parallel_state
 from .inputs import Inputs, read_inputs
 from .layout import row_layout
 from .metrics import Metrics
-from .option_table import problems
+from .option_check import refuse
 from .options import LOSS
 from .sequence_weights import Responses, growth_of_kept, keep_samples
-from .settings import Settings, SettingsError
 from .step_tokens import divide_by_step_tokens
 
 
@@ -42,7 +42,7 @@ def policy_loss(
     Args:
         args: Miles' arguments. Read are ``offpolicy_corr``, ``qkv_format``, ``allgather_cp``, ``rollout_temperature``,
             ``rollout_top_p``, ``rollout_top_k``, ``vocab_size``, ``entropy_coef``, ``use_kl_loss``, ``kl_loss_coef``,
-            ``kl_loss_type``, and the options of `option_table`.
+            ``kl_loss_type``, and the options of `option_table` and `option_rules`.
         batch: as Miles' ``get_batch`` makes it; never modified.
         logits: this rank's raw logits, before temperature: ``[1, T, V/TP]`` (thd) or ``[B, L, V/TP]`` (bshd), tail
             padding included; fp32 from Megatron, bf16 from torch-native trainers, fp64 in tests. The only
@@ -97,9 +97,7 @@ def policy_loss(
 
 def _settings(args: Any) -> Settings:
     settings = Settings.of(getattr(args, "offpolicy_corr", None))
-    found = problems(args, settings, LOSS)
-    if found:
-        raise SettingsError("\n- ".join(["this loss must not run as configured:", *(p.text for p in found)]))
+    refuse(args, settings, LOSS, "this loss")
     return settings
 
 

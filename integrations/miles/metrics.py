@@ -16,10 +16,10 @@ from torch import Tensor
 from offpolicy_corr.kl import kl_estimate
 from offpolicy_corr.numerics import in_band
 from offpolicy_corr.result import TokenDiagnostics
+from offpolicy_corr.settings import Settings
 
 from .inputs import Inputs
 from .options import filters
-from .settings import Settings
 
 PREFIX = "offpolicy_corr/"
 LARGEST_LOG_RATIO = 20.0  # a single token must not make a mean infinite

@@ -6,9 +6,9 @@ from typing import Any
 
 from offpolicy_corr.records.requests import request_parameters
 from offpolicy_corr.records.sampler_spec import SamplerSpec
+from offpolicy_corr.settings import Settings
 
 from .options import filters, number_of
-from .settings import Settings
 
 
 def sampler_spec(args: Any) -> SamplerSpec:

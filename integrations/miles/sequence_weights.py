@@ -11,8 +11,7 @@ from offpolicy_corr.integrations._common.layout import ResponseTokens, RowLayout
 from torch import Tensor
 
 from offpolicy_corr import guards
-
-from .settings import Settings
+from offpolicy_corr.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,14 +17,14 @@ from offpolicy_corr.integrations._common.layout import RowLayout
 from torch import Tensor
 
 from offpolicy_corr.records.errors import RecordError
+from offpolicy_corr.settings import Settings
 
 from .host import group_of
 from .layout import list_layout
 from .metrics import PREFIX, mismatch
-from .option_table import problems
+from .option_check import refuse
 from .options import TIS
 from .sequence_weights import Responses, growth_of_kept, keep_samples
-from .settings import Settings, SettingsError
 
 
 def tis_function(
@@ -61,11 +61,7 @@ def tis_function(
         RecordError: lists that are missing or of another length.
     """
     settings = Settings.of(getattr(args, "offpolicy_corr", None))
-    found = problems(args, settings, TIS)
-    if found:
-        raise SettingsError(
-            "\n- ".join(["tis_function must not run as configured:", *(p.text for p in found)])
-        )
+    refuse(args, settings, TIS, "tis_function")
     group, device = group_of(parallel_state.cp), pg_loss.device
 
     def read() -> tuple[Responses, Tensor, Tensor]:

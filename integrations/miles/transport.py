@@ -29,6 +29,7 @@ import torch
 from offpolicy_corr.records.candidates import CandidateSet
 from offpolicy_corr.records.errors import RecordError
 from offpolicy_corr.records.record import SamplerRecord
+from offpolicy_corr.settings import Settings
 
 from .host import (
     CANDIDATE_KEYS,
@@ -42,7 +43,6 @@ from .host import (
 )
 from .options import drops_count
 from .sampler_lag import NEWEST_KEY, VERSION_KEY, sampler_lags, trained_tokens
-from .settings import Settings
 from .step_tokens import count_step_tokens
 
 KEYS = (*CANDIDATE_KEYS, GROUP_KEY, LAG_KEY, STEP_TOKENS_KEY)

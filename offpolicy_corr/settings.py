@@ -1,15 +1,18 @@
-"""Adapter: the ``offpolicy_corr:`` mapping of the YAML that Miles reads through ``--custom-config-path``."""
+"""Public: the settings that every framework's configuration holds under ``offpolicy_corr:``, read and checked.
+
+A framework hands the mapping over as it parsed it (YAML, OmegaConf, JSON); what its own options say is the adapter's.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from offpolicy_corr.backend import BACKENDS
-from offpolicy_corr.correction import Correction
+from .backend import BACKENDS
+from .correction import Correction
 
 CANDIDATES = ("heads", "supports", "none")
 DENOMINATORS = ("all", "kept")
@@ -20,8 +23,10 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "off_policy": ("delta",),
     "behind_newest_sampler": ("max_lag",),
 }
-EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")  # a number to most readers, text to YAML 1.1
 _RULE_KEYS = ("low", "high", "cap", "tail_floor")
+# what a reader takes for a number, and what YAML 1.1 does: a decimal point before an exponent, and a sign in it
+_NUMBER = re.compile(r"([+-]?)(\d*)\.?(\d*)(?:[eE]([+-]?)(\d+))?")
+_YAML_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)|([+-]?\d+\.\d*|\.\d+)([eE][+-]\d+)?")
 
 
 class SettingsError(ValueError):
@@ -35,15 +40,14 @@ class Settings:
     Args:
         correction: from ``correction`` (a name of `Correction.from_name`, default ``sc+mis``) and its bounds
             ``low``, ``high``, ``cap``, ``tail_floor``.
-        candidates: ``"heads"`` (rollout_topk_*), ``"supports"`` (rollout_sampling_mask_*), ``"none"``. None, the
-            default: supports where Miles samples with top-p or top-k, else heads for a centered correction, else
-            none.
+        candidates: what samplers record beside the sampled token, ``"heads"``, ``"supports"`` or ``"none"``. None, the
+            default: supports where the samplers use top-p or top-k, else heads for a centered correction, else none.
         denominator: ``"all"``: a token that the rule drops stays in its sample's mean; ``"kept"``: a sample's
-            surviving tokens share its whole weight. Both Miles backends then agree.
+            surviving tokens share its whole weight.
         band: ratios outside are reported as out of band, whatever the rule does.
         guards: sequence guards, each with its bounds.
-        groups: names of the sampler groups, in the order of the converter's indices; needs the transport extension.
-        vocab_size: true vocabulary. None: ``args.vocab_size``, else every column of the logits.
+        groups: names of the sampler groups, in the order of the indices that travel with the tokens.
+        vocab_size: true vocabulary. None: the framework's, else every column of the logits.
         backend: ``"auto"``, ``"torch"``, ``"triton"``.
         inplace_logits: write the gradient over the logits.
         validate: check record and logits at every call.
@@ -71,7 +75,7 @@ class Settings:
             return mapping
         if mapping is None:
             raise SettingsError(
-                "no offpolicy_corr: mapping was given. Put one into the YAML; offpolicy_corr: {} is SC + MIS"
+                "no offpolicy_corr: mapping was given. Put one into the configuration; offpolicy_corr: {} is SC + MIS"
             )
         if not isinstance(mapping, Mapping):
             raise SettingsError(f"offpolicy_corr must be a mapping of settings, got {mapping!r}")
@@ -79,9 +83,7 @@ class Settings:
         known = [f.name for f in fields(cls)] + list(_RULE_KEYS)
         for key in given:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-                raise SettingsError(f"offpolicy_corr has no setting {key!r}: {hint}")
+                raise SettingsError(f"offpolicy_corr has no setting {key!r}: {nearest(key, known)}")
         settings = cls(
             _correction(given),
             _choice(given, "candidates", CANDIDATES, None),
@@ -122,7 +124,7 @@ class Settings:
         if filters and kind != "supports":
             raise SettingsError(
                 f"candidates: {kind} cannot serve top-p or top-k: the samplers' q is over a support, and p would "
-                "be over the vocabulary. Use candidates: supports, or --rollout-top-p 1 --rollout-top-k -1"
+                "be over the vocabulary. Use candidates: supports, or sample without top-p and top-k"
             )
         return kind
 
@@ -139,43 +141,72 @@ def _correction(given: dict[str, Any]) -> Correction:
 
 
 def number(value: Any, key: str) -> float:
-    """A number, not a bool, and not YAML's idea of ``1e-4``, which is a string."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        hint = ""
-        if isinstance(value, str) and EXPONENT.fullmatch(value):
-            hint = f". YAML reads {value} as text: write it with a point, for example 1.0e-4"
-        elif isinstance(value, str) and _is_float(value):
-            hint = f". Remove the quotes: {value}"
-        raise SettingsError(f"{key} must be a number, got {value!r}{hint}")
-    if value != value:
-        raise SettingsError(f"{key} must be a number, got NaN")
+    """A number, not a bool, NaN or text."""
+    wrong = number_fault(value)
+    if wrong is not None:
+        raise SettingsError(f"{key} {wrong[0]}, got {value!r}. {wrong[1]}")
     return float(value)
 
 
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def number_fault(value: Any) -> tuple[str, str] | None:
+    """(what is wrong, remedy) where ``value`` is no number; None where it is one."""
+    if isinstance(value, str):
+        return "must be a number", number_remedy(value) or "Give a number"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "must be a number", "Give a number"
+    if value != value:
+        return "must be a number", "NaN is none: give a number"
+    return None
+
+
+def number_remedy(text: str) -> str | None:
+    """How to write a ``text`` that a reader takes for a number so that YAML does so too; None for any other text."""
+    if _YAML_NUMBER.fullmatch(text):
+        return f"Remove the quotes: {text}"
+    found = _NUMBER.fullmatch(text)
+    if found and (found[2] or found[3]):
+        sign, whole, fraction, exponent_sign, exponent = found.groups()
+        mantissa = f"{sign}{whole or '0'}.{fraction or '0'}"
+        if exponent is None:
+            return f"Write {mantissa} without quotes"
+        spelled = f"{mantissa}e{exponent_sign or '+'}{exponent}"
+        return f"YAML reads {text} as text: write it with a point and a signed exponent, {spelled}"
+    if re.fullmatch(r"[+-]?\d+,\d+", text):
+        return f"Write it with a point: {text.replace(',', '.')}"
+    if text.lower() in ("inf", "+inf", "-inf", ".inf", "-.inf", "+.inf"):
+        return f"Write {'-' * text.startswith('-')}.inf without quotes"
+    return None
+
+
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """ "did you mean …?" with the closest known name, or all of them where none is close."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
 
 
 def _choice(given: dict[str, Any], key: str, allowed: tuple[str, ...], default: str | None) -> str | None:
     value = given.get(key, default)
     if value is not None and value not in allowed:
-        raise SettingsError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+        near = difflib.get_close_matches(str(value), allowed, 1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise SettingsError(f"{key} must be one of {', '.join(allowed)}, got {value!r}{hint}")
     return value
 
 
 def _flag(given: dict[str, Any], key: str, default: bool) -> bool:
     value = given.get(key, default)
     if not isinstance(value, bool):
-        raise SettingsError(f"{key} must be true or false, got {value!r}")
+        raise SettingsError(f"{key} must be true or false, without quotes, got {value!r}")
     return value
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _band(value: Any) -> tuple[float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
+    if not _is_list(value) or len(value) != 2:
         raise SettingsError(f"band must be [low, high], got {value!r}")
     low, high = (number(bound, "band") for bound in value)
     if not 0.0 <= low <= high:
@@ -193,7 +224,7 @@ def _guards(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
     read = []
     for name, bounds in value.items():
         if name not in GUARDS:
-            raise SettingsError(f"unknown guard {name!r}: known are {', '.join(GUARDS)}")
+            raise SettingsError(f"unknown guard {name!r}: {nearest(name, GUARDS)}")
         wanted = GUARDS[name]
         if not isinstance(bounds, Mapping) or set(bounds) != set(wanted):
             raise SettingsError(f"guards.{name} needs exactly {', '.join(wanted)}, got {bounds!r}")
@@ -209,7 +240,7 @@ def _guards(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 def _names(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) and name for name in value):
+    if not _is_list(value) or not all(isinstance(name, str) and name for name in value):
         raise SettingsError(f"groups must be a list of names, got {value!r}")
     if len(set(value)) != len(value):
         raise SettingsError(f"groups has a name twice: {value!r}")
@@ -220,5 +251,8 @@ def _vocab_size(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"vocab_size must be a positive integer, got {value!r}")
+        hint = number_remedy(value) if isinstance(value, str) else None
+        raise SettingsError(
+            f"vocab_size must be a positive integer, got {value!r}{f'. {hint}' if hint else ''}"
+        )
     return value
