@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -156,6 +157,8 @@ def number_fault(value: Any) -> tuple[str, str] | None:
         return "must be a number", "Give a number"
     if value != value:
         return "must be a number", "NaN is none: give a number"
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return "must be a number that fits 64 bits", "Give a smaller one"
     return None
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from offpolicy_corr.integrations.miles import Settings, SettingsError, check_main
-from offpolicy_corr.integrations.miles.launch import parse_launch
-from offpolicy_corr.integrations.miles.option_rules import RULES
-from offpolicy_corr.integrations.miles.option_table import OPTIONS
+from offpolicy_corr.integrations.miles import check_main
 from offpolicy_corr.integrations.miles.options import (
     CONVERTER,
     CONVERTER_OPTION,
@@ -19,8 +14,6 @@ from offpolicy_corr.integrations.miles.options import (
     TIS_PATH,
     TRAINER_HOOK,
 )
-
-import offpolicy_corr as oc
 
 yaml = pytest.importorskip("yaml")
 BASE = {
@@ -45,48 +38,6 @@ def check(tmp_path: Path, options: dict[str, Any], *launch: str) -> int:
     if not any("config-path" in word for word in words):
         words += ["--custom-config-path", str(path)]
     return check_main([str(path), *words])
-
-
-def test_the_mapping_becomes_a_correction() -> None:
-    settings = Settings.of(
-        {"correction": "mis", "low": 0.2, "high": 4, "denominator": "kept", "band": [0.1, 10]}
-    )
-    assert settings.correction == oc.Correction(oc.MaskedIS(0.2, 4.0), center=False)
-    assert (settings.denominator, settings.band) == ("kept", (0.1, 10.0))
-    assert Settings.of({}).correction == oc.Correction()
-
-
-@pytest.mark.parametrize(
-    "mapping, says",
-    [
-        ({"corection": "mis"}, "did you mean correction"),
-        ({"correction": "sc+miss"}, "unknown correction"),
-        ({"correction": "tis", "low": 0.5}, "cap"),
-        ({"correction": "mis", "low": 3, "high": 1}, "low <= high"),
-        ({"correction": "mis", "low": "1e-4"}, "with a point"),
-        ({"correction": "mis", "low": True}, "must be a number"),
-        ({"candidates": "top"}, "heads, supports, none"),
-        ({"candidates": "none"}, "needs candidates"),
-        ({"denominator": "kept"}, "contradicts"),
-        ({"denominator": "mean"}, "all, kept"),
-        ({"band": 0.2}, r"\[low, high\]"),
-        ({"band": [5, 0.2]}, "low <= high"),
-        ({"guards": {"geometric": {}}}, "unknown guard"),
-        ({"guards": {"geometric_mean": {"low": 0.5}}}, "exactly low, high"),
-        ({"guards": {"product": {"low": 2, "high": 1}}}, "low <= high"),
-        ({"guards": {"off_policy": {"delta": -1}}}, ">= 0"),
-        ({"groups": "b200"}, "list of names"),
-        ({"groups": ["a", "a"]}, "twice"),
-        ({"vocab_size": 0}, "positive integer"),
-        ({"backend": "cuda"}, "auto, torch, triton"),
-        ({"inplace_logits": 1}, "true or false"),
-        ([], "mapping"),
-        (None, "no offpolicy_corr"),
-    ],
-)
-def test_a_wrong_mapping_is_refused_by_name(mapping: Any, says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        Settings.of(mapping)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +206,6 @@ def test_environment_of_the_samplers(tmp_path: Path, capsys: Any, monkeypatch: p
     assert "before temperature" in capsys.readouterr().out
 
 
-def test_launch_arguments() -> None:
-    assert parse_launch(["--a-b", "1", "--c", "--d=0.5", "--e", "x", "--f", "1", "2", "--g", "-1"]) == {
-        "a_b": 1, "c": True, "d": 0.5, "e": "x", "f": [1, 2], "g": -1,
-    }  # fmt: skip
-    with pytest.raises(SettingsError, match="start with --"):
-        parse_launch(["value"])
-
-
 def test_a_call_that_cannot_be_understood(tmp_path: Path, capsys: Any) -> None:
     assert check_main([]) == 2
     assert check_main([str(tmp_path / "absent.yaml")]) == 2
@@ -270,19 +213,6 @@ def test_a_call_that_cannot_be_understood(tmp_path: Path, capsys: Any) -> None:
     broken.write_text("a: [")
     assert check_main([str(broken)]) == 2
     assert "usage" in capsys.readouterr().err
-
-
-def test_yaml_is_named_by_its_extra_where_it_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("{}")
-    program = (
-        "import sys; sys.modules['yaml'] = None\n"
-        "from offpolicy_corr.integrations.miles import check_main\n"
-        f"sys.exit(check_main([{str(path)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "offpolicy-corr[miles]" in done.stderr
 
 
 def test_heads_that_nobody_records_are_found_before_the_first_step(tmp_path: Path, capsys: Any) -> None:
@@ -326,49 +256,3 @@ def test_the_file_that_is_checked_is_the_one_that_is_launched(tmp_path: Path, ca
     assert "the run would read the other file" in capsys.readouterr().out
     assert check(tmp_path, BASE, "--custom-config-path", str(tmp_path / "." / "run.yaml")) == 0
     assert check(tmp_path, BASE, "--custom-config-path", "base64:e30=") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"loss_type: custom_loss\nloss_type: policy_loss\n", "loss_type stands twice, on lines 1 and 2"),
-        (b"offpolicy_corr:\n  low: 0.5\n  low: 0.2\n", "low stands twice, on lines 2 and 3"),
-        (b"loss_type: caf\xe9\n", "not UTF-8 (byte 0xe9 at position 14)"),
-        (b"a:\n\tb: 1\n", "not YAML"),
-        (b"- a\n", "must be a mapping"),
-        (b"text\n", "must be a mapping"),
-        (b"\xff\xfe\x00", "not UTF-8"),
-        (b"a: [", "not YAML"),
-        (b"a: " + b"[" * 5000, "not YAML"),
-        (b"a: !!python/object:os.system 1\n", "not YAML"),
-        (b"? [1, 2]\n: 3\n", "not YAML"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_refused_in_one_line(
-    tmp_path: Path, capsys: Any, content: bytes, says: str
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    assert check_main([str(path)]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_folder_and_an_absent_file_are_named(tmp_path: Path, capsys: Any) -> None:
-    assert check_main([str(tmp_path)]) == 2
-    assert "is a folder" in capsys.readouterr().err
-    assert check_main([str(tmp_path / "absent.yaml")]) == 2
-    assert "absent.yaml cannot be read: No such file" in capsys.readouterr().err
-    empty = tmp_path / "empty.yaml"
-    empty.write_text("")
-    assert check_main([str(empty)]) == 1  # no mapping of ours
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, 0, -1, 1.5, "", "text", [], {}, [1, "a"], {"a": None}, float("nan")]
-)
-def test_no_value_of_any_option_breaks_the_check(tmp_path: Path, value: Any) -> None:
-    """Whatever stands in an option, the command refuses it or takes it; it never ends in a traceback."""
-    names = sorted({o.name for o in OPTIONS} | {n for rule in RULES for n in rule.names} | {"offpolicy_corr"})
-    for name in [*names, "train_backend", "vocab_size", "custom_loss_function_path", "custom_config_path"]:
-        assert check(tmp_path, {**BASE, name: value}) in (0, 1)
-        assert check(tmp_path, {**BASE, **EXTENDED, name: value}, *SUPPORTS) in (0, 1)

@@ -83,8 +83,10 @@ def _look_up(option: str, module: str, function: str, folders: list[Path]) -> Pr
                 (option,), f"{option}: there is no module {path}.{part}", _nearest_module(path, part, below)
             )
         spec, path = deeper, f"{path}.{part}"
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    if spec is None or spec.origin is None:
         return unknown
+    if not spec.origin.endswith(".py"):
+        return f"{option}: {module} has no Python source, so {function} could not be looked up"
     try:
         found, complete = _names_in(Path(spec.origin))
     except SyntaxError as error:

@@ -186,9 +186,9 @@ def yaml_problems(yaml: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
                 Problem((key,), f"{key} is no name of an option: Miles would ignore it", f"Write {name}")
             )
         if isinstance(value, str) and key not in KNOWN:
-            remedy = number_remedy(value)
-            if remedy is not None and "as text" in remedy:
-                found.append(Problem((key,), f"{key} would be text for Miles", remedy))
+            remedy_of_text = number_remedy(value)
+            if remedy_of_text is not None and "as text" in remedy_of_text:
+                found.append(Problem((key,), f"{key} would be text for Miles", remedy_of_text))
         meant[NEGATIONS.get(name, name)] = not value if name in NEGATIONS else value
     return found, meant
 
