@@ -11,6 +11,7 @@ from offpolicy_corr.integrations.miles.options import (
     CONVERTER,
     CONVERTER_OPTION,
     HOOK_OPTION,
+    TIS_OPTION,
     TIS_PATH,
     TRAINER_HOOK,
 )
@@ -112,6 +113,32 @@ def check(tmp_path: Path, options: dict[str, Any], *launch: str) -> int:
         ),
         ({"custom_rm_path": 3}, [], "custom_rm_path names no function"),
         ({"rollout_temperature": "hot"}, [], "rollout_temperature must be a number"),
+        ({}, ["--rollout-temperature", "inf"], "rollout_temperature must be finite"),
+        ({"rollout_temperature": ".inf"}, [], "rollout_temperature must be finite"),
+        ({}, ["--rollout-temperature"], "on the launch line, which gives no value"),
+        ({}, ["--rollout-temperature", "1", "2"], "(rollout_temperature = [1, 2] on the launch line)"),
+        ({"entropy_coef": "1.0e4"}, [], "write it with a point and a signed exponent, 1.0e+4"),
+        ({"entropy_coef": "0,5"}, [], "Write it with a point: 0.5"),
+        ({}, ["--rollout-top-k", "0"], "SGLang takes -1 or at least 1"),
+        ({}, ["--rollout-top-k", "20.0", "--rollout-top-p", "0.9"], "must be a whole number"),
+        ({"vocab_size": "152k"}, [], "vocab_size must be a number"),
+        ({}, ["--use-kl-loss", "true"], "--use-kl-loss is a switch"),
+        ({"rollout-top-p": 0.5}, [], "Write rollout_top_p"),
+        ({"kl_loss_type": "k9"}, [], "Use one of k1, k2, k3, low_var_kl"),
+        ({"train_backend": "fsdp"}, [], "Put --train-backend fsdp there"),
+        ({"train_backend": "fsdpp"}, [], "Did you mean fsdp?"),
+        ({"advantage_estimator": "ppo"}, [], "Put --advantage-estimator ppo there"),
+        ({"custom_config_path": "other.yaml"}, [], "custom_config_path has no effect in the YAML"),
+        (
+            {"disable_grpo_std_normalization": True},
+            [],
+            "Write grpo_std_normalization: false",
+        ),
+        ({}, ["--disable-compute-advantages-and-returns"], "the loss needs advantages"),
+        ({"rollout_function_path": "json.lods"}, [], "Did you mean json.loads?"),
+        ({CONVERTER_OPTION: TRAINER_HOOK}, [], f"Did you mean {CONVERTER}?"),
+        ({"offpolicy_corr": {"low": "0.5"}}, [], "low must be a number, got '0.5' (offpolicy_corr = "),
+        ({"offpolicy_corr": {"hihg": 5}}, [], "did you mean high"),
         ({"kl_loss_coef": "much"}, [], "kl_loss_coef must be a number"),
         ({}, ["--rollout-top-k", "many"], "rollout_top_k must be a number"),
         ({}, ["--rollout-top-logprobs-num"], "rollout_top_logprobs_num must be a number"),
@@ -228,6 +255,49 @@ def test_heads_that_nobody_records_are_found_before_the_first_step(tmp_path: Pat
 def test_top_k_without_top_p_is_a_support(tmp_path: Path, capsys: Any) -> None:
     assert check(tmp_path, {**BASE, **EXTENDED}, "--rollout-top-k", "20") == 0
     assert "--rollout-top-p 1.0 --rollout-top-k 20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"use_tis": True, TIS_OPTION: "offpolicy_cor.integrations.miles.tis_function"}, TIS_PATH),
+        ({"use_tis": True, TIS_OPTION: "offpolicy_corr.integration.miles.tis_function"}, TIS_PATH),
+        ({"use_tis": True, TIS_OPTION: "offpolicy_corr.integrations.miles.tis.tis_func"}, TIS_PATH),
+        ({"use_tis": True, TIS_OPTION: "offpolicy_corr.integrations.miles.policy_loss"}, TIS_PATH),
+        ({"use_tis": True, "custom_tis_functon_path": TIS_PATH}, TIS_OPTION),
+        ({"use_ti": True, TIS_OPTION: TIS_PATH}, "use_tis"),
+    ],
+)
+def test_a_misspelling_is_one_error_that_names_what_is_meant(
+    tmp_path: Path, capsys: Any, options: dict[str, Any], says: str
+) -> None:
+    assert check(tmp_path, {**options, "offpolicy_corr": {"correction": "mis"}}) == 1
+    printed = capsys.readouterr().out.splitlines()
+    (error,) = [line for line in printed if line.startswith("error: ")]
+    assert error.endswith(f"Did you mean {says}?")
+    assert not any("use_tis is off" in line for line in printed)
+
+
+@pytest.mark.parametrize("options", [{"use_tis": True}, {"use_tis": True, TIS_OPTION: "my.tis"}, {}])
+def test_a_file_that_names_neither_loss_nor_hook_is_one_error(
+    tmp_path: Path, capsys: Any, options: dict[str, Any]
+) -> None:
+    assert check(tmp_path, {**options, "offpolicy_corr": {"correction": "mis"}}) == 1
+    (error,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: ")]
+    assert "neither this loss nor its hook is named" in error
+
+
+def test_options_without_effect_are_said(tmp_path: Path, capsys: Any) -> None:
+    assert check(tmp_path, BASE, "--eps-clip", "0.2", "--tis-clip", "2.0") == 0
+    printed = capsys.readouterr().out
+    assert "eps_clip has no effect under this loss" in printed and "tis_clip has no effect" in printed
+
+
+def test_a_launch_line_that_does_not_name_the_file_is_said(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    assert check_main([str(path), "--rollout-top-logprobs-num", "128"]) == 0
+    assert f"without it Miles does not read {path}" in capsys.readouterr().out
 
 
 def test_a_misspelled_hook_is_one_error(tmp_path: Path, capsys: Any) -> None:

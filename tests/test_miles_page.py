@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from offpolicy_corr.integrations.miles import Settings, check_main
 from offpolicy_corr.integrations.miles.metrics import Metrics
-from offpolicy_corr.settings import GUARDS
 
 import miles_double as double
 import pages
+from offpolicy_corr.settings import GUARDS
 
 yaml = pytest.importorskip("yaml")
 PAGE = pages.text("docs/miles.md")
@@ -23,13 +23,15 @@ blocks = partial(pages.blocks, "docs/miles.md")
 
 
 @pytest.mark.parametrize("block", blocks("console"))
-def test_the_check_prints_what_the_page_says(block: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_check_prints_what_the_page_says(
+    block: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command, said = block.split("\n", 1)
-    path = tmp_path / "run.yaml"
-    path.write_text(blocks("yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(blocks("yaml")[0])
     words = shlex.split(command)
     assert words[:5] == ["$", "offpolicy-corr", "miles", "check", "run.yaml"]
-    assert check_main([str(path), *words[5:]]) == (1 if "error" in said else 0)
+    assert check_main(words[4:]) == (1 if "error" in said else 0)
     assert capsys.readouterr().out == said
 
 
