@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import random
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from offpolicy_corr.integrations.miles import SettingsError, check_main
 from offpolicy_corr.integrations.miles.function_paths import path_problem
 from offpolicy_corr.integrations.miles.launch import NEGATIONS, launch_problems, misspelled, parse_launch
-from offpolicy_corr.integrations.miles.option_table import BY_NAME, SWITCHES
+from offpolicy_corr.integrations.miles.option_table import NAMES, OPTIONS, SWITCHES
 from offpolicy_corr.integrations.miles.options import LOSS_PATH, Problem
 
 import miles_double as double
@@ -66,8 +68,49 @@ def test_no_option_of_miles_is_taken_for_a_misspelled_one_and_switches_are_switc
     assert misspelled(dict.fromkeys(names))[0] == []
     assert [problem for word in actions for problem in launch_problems([word])] == []
     assert names.keys() > NEGATIONS.keys()
-    for name in names.keys() & BY_NAME.keys():
+    for name in names.keys() & NAMES:
         assert (name in SWITCHES) == (actions[names[name]] == "store_true"), name
+
+
+LINES = [
+    "--use-kl-loss true", "--use-kl-loss=true", "--use-kl-loss", "--rollout-top-k 20.0", "--rollout-top-k 1e3",
+    "--rollout-top-k 20", "--rollout-top-k -1", "--rollout-top-k 1_0", "--rollout-temp 1", "--rollout_top_k 20",
+    "--qkv-format sbhd", "--qkv-format bshd", "--advantage-estimator grpoo", "--rollout-temperature",
+    "--rollout-temperature 1 2", "--rollout-top-p 0,9", "--rollout-top-p=.9", "--kl-loss-coef 1e-3",
+    "--disable-grpo-std-normalization", "--kl-loss-type k4", "--train-backend fsdpp", "--use-tis",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not double.MILES_SRC, reason="MILES_SRC is not set")
+@pytest.mark.parametrize("line", LINES)
+def test_a_launch_line_is_read_as_miles_own_parser_reads_it(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--rollout-batch-size", "1"]
+    )  # read while the parser is made
+    double.install(double.single())
+    try:
+        arguments = importlib.import_module("miles.utils.arguments")
+    except ImportError as error:
+        pytest.skip(f"this Miles cannot be imported whole here: {error}")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.get_miles_extra_args_provider()(parser)
+    words = line.split()
+    read = parse_launch(words)
+    refused = launch_problems(words) + [
+        option.name for option in OPTIONS for name in read if option.name == name and option.fault(read[name])
+    ]
+    try:
+        args, unknown = parser.parse_known_args(
+            ["--rollout-batch-size", "1", "--rollout-num-gpus", "1", *words]
+        )
+    except SystemExit:
+        assert refused
+        return
+    assert bool(unknown) == bool(refused)
+    if not refused:
+        assert {name: getattr(args, name) for name in read} == read
 
 
 def test_yaml_is_named_by_its_extra_where_it_is_missing(tmp_path: Path) -> None:

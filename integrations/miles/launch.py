@@ -11,8 +11,8 @@ from offpolicy_corr.settings import SettingsError, number_remedy
 
 from .function_paths import FUNCTION_OPTIONS
 from .option_rules import RULES
-from .option_table import BY_NAME, SWITCHES
-from .options import Problem
+from .option_table import NAMES, OPTIONS, SWITCHES
+from .options import LOSS, Problem
 
 USAGE = "usage: offpolicy-corr miles check config.yaml [the launch arguments of train.py or train_async.py …]"
 CONFIG_OPTION = "custom_config_path"
@@ -25,7 +25,7 @@ NEGATIONS = {
 }
 # names that this command knows, so that a misspelled one is found: Miles takes any name in the YAML
 KNOWN = frozenset(
-    {"offpolicy_corr", CONFIG_OPTION, *NEGATIONS, *BY_NAME, *FUNCTION_OPTIONS}
+    {"offpolicy_corr", CONFIG_OPTION, *NEGATIONS, *NAMES, *FUNCTION_OPTIONS}
     | {"multi_lora_adapter", "multi_lora_adapters"}  # of Miles, close to names of the table
     | {name for rule in RULES for name in rule.names}
 )
@@ -224,28 +224,28 @@ def config_problem(launch: dict[str, Any], checked: str) -> Problem | str | None
 
 def before_the_yaml(yaml: dict[str, Any], launch: dict[str, Any]) -> list[Problem]:
     """Options that the YAML sets too late, since Miles has used what stands on the launch line before it reads it."""
+    backend, estimator = (yaml.get(name) for name in ("train_backend", "advantage_estimator"))
+    late = {
+        "train_backend": backend != launch.get("train_backend", "megatron"),
+        "advantage_estimator": (estimator == "ppo") != (launch.get("advantage_estimator") == "ppo"),
+    }
+    uses = {"train_backend": "selects the backend", "advantage_estimator": "decides on a critic"}
     found = []
-    backend = launch.get("train_backend", "megatron")
-    if (
-        yaml.get("train_backend", backend) != backend
-        and BY_NAME["train_backend"].fault(yaml["train_backend"]) is None
-    ):
-        reason = "Miles selects the backend from the launch line, before it reads the YAML"
-        found.append(
-            Problem(("train_backend",), reason, f"Put --train-backend {yaml['train_backend']} there")
+    for name, is_late in late.items():
+        value = yaml.get(name)
+        sound = all(
+            option.fault(value) is None for option in OPTIONS if option.name == name and LOSS in option.runs
         )
-    estimator = launch.get("advantage_estimator", "grpo")
-    if (yaml.get("advantage_estimator", estimator) == "ppo") != (estimator == "ppo"):
-        reason = "Miles decides on a critic from the launch line, before it reads the YAML"
-        remedy = f"Put --advantage-estimator {yaml['advantage_estimator']} there"
-        found.append(Problem(("advantage_estimator",), reason, remedy))
+        if is_late and sound and value is not None:
+            reason = f"Miles {uses[name]} from the launch line, before it reads the YAML"
+            found.append(Problem((name,), reason, f"Put --{name.replace('_', '-')} {value} there"))
     return found
 
 
 def sources(yaml: dict[str, Any], launch: dict[str, Any]) -> dict[str, str]:
     """Where the value of each option comes from."""
     found = dict.fromkeys(launch, LAUNCH_LINE) | dict.fromkeys(yaml, YAML)
-    for name in launch.keys() & BY_NAME.keys() - SWITCHES - yaml.keys():
+    for name in launch.keys() & NAMES - SWITCHES - yaml.keys():
         if launch[name] is True:
             found[name] = f"{LAUNCH_LINE}, which gives no value"
     for name in launch.keys() & yaml.keys():

@@ -131,5 +131,5 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )  # fmt: skip
 
-BY_NAME = {option.name: option for option in OPTIONS}
+NAMES = frozenset(option.name for option in OPTIONS)
 SWITCHES = frozenset(option.name for option in OPTIONS if option.is_switch)
