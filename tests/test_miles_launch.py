@@ -77,7 +77,7 @@ LINES = [
     "--rollout-top-k 20", "--rollout-top-k -1", "--rollout-top-k 1_0", "--rollout-temp 1", "--rollout_top_k 20",
     "--qkv-format sbhd", "--qkv-format bshd", "--advantage-estimator grpoo", "--rollout-temperature",
     "--rollout-temperature 1 2", "--rollout-top-p 0,9", "--rollout-top-p=.9", "--kl-loss-coef 1e-3",
-    "--disable-grpo-std-normalization", "--kl-loss-type k4", "--train-backend fsdpp", "--use-tis",
+    "--disable-grpo-std-normalization", "--kl-loss-type k4", "--train-backend fsdpp", "--use-rollout-logprobs",
 ]  # fmt: skip
 
 
