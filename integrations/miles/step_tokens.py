@@ -85,7 +85,7 @@ def require_dropped_count() -> None:
     if not steps:
         raise UnknownVersion(
             f"no torch-native training step of Miles was found in {', '.join(_TRAINERS)}: whether it divides by the "
-            f"tokens of a step cannot be counted. {_REMEDY}"
+            f"tokens of a step is not known. {_REMEDY}"
         )
     for path, drops in steps.items():
         if not drops:
