@@ -61,7 +61,7 @@ def importance_weights(
     if validate:
         _check(trained, logp, "logprobs", "Mask the token, or compute its log-prob.")
         _check(trained, logq, "sampler_logprobs", "Mask the token, or record its log-prob.")
-    log_ratio = torch.where(trained, logp - logq, 0.0)
+    log_ratio = logp - logq
     signs = torch.ones_like(log_ratio) if advantages is None else advantages.detach().to(dtype)
     return torch.where(trained, correction.rule.weight(log_ratio, signs), 0.0)
 

@@ -207,6 +207,37 @@ def test_one_sample_scored_by_other_weights_is_named() -> None:
     assert [finding.sample for finding in found] == [9]
 
 
+@pytest.mark.parametrize("certain", [0.0, 0.5])
+def test_a_policy_far_from_an_honest_sampler_has_no_wild_ratios(certain: float) -> None:
+    """Ratios up to e^4 and more are what E_q[p/q] = 1 allows among a thousand tokens of a policy half a nat away."""
+    largest = 0.0
+    for seed in range(50, 90):
+        logq, logp, ids = batch(16, 64, seed, noise=0.7, certain=certain)
+        found = kinds(oc.SamplerRecord(torch.arange(len(ids)), logq), logp, sequence_ids=ids)
+        assert ("wild_ratio", "all") not in found, seed
+        largest = max(largest, float((logp - logq).max()))
+    assert largest > 3.0
+
+
+def test_a_shifted_row_is_found_where_few_tokens_leave_a_choice() -> None:
+    logq, logp, ids = batch(4, 2048, 6)
+    generator = torch.Generator().manual_seed(6)
+    certain = torch.rand(len(ids), generator=generator) < 0.97
+    logq[certain] = -1e-4 * torch.rand(len(ids), generator=generator)[certain]
+    logp[certain] = logq[certain]
+    logq[ids == 2] = logq[ids == 2].roll(1)
+    report = inspect(oc.SamplerRecord(torch.arange(len(ids)), logq), None, ids, logp, on_finding="ignore")
+    assert [(f.value, f.sample) for f in report.findings if f.kind == "lag"] == [(1.0, 2)]
+
+
+def test_wild_tokens_do_not_hide_a_shift() -> None:
+    logq, logp, ids = batch(8, 128, 7)
+    logq[ids == 5] = logq[ids == 5].roll(1)
+    logq[5 * 128 + 20 : 5 * 128 + 25] = -60.0
+    report = inspect(oc.SamplerRecord(torch.arange(len(ids)), logq), None, ids, logp, on_finding="ignore")
+    assert [(f.value, f.sample) for f in report.findings if f.kind == "lag"] == [(1.0, 5)]
+
+
 @pytest.mark.parametrize("noise", [0.01, 0.03])
 @pytest.mark.parametrize("certain", [0.0, 0.7, 0.95])
 def test_honest_batches_of_heavy_tailed_noise_stay_silent(noise: float, certain: float) -> None:

@@ -439,3 +439,8 @@ def test_an_impossible_entry_of_a_head_measures_nothing() -> None:
     offsets, complete = torch.tensor([0, 2]), torch.tensor([False])
     head = oc.CandidateSet(torch.tensor([5, 7]), torch.tensor([-0.9, -torch.inf]), offsets, complete)
     oc.SamplerRecord(torch.tensor([9]), torch.tensor([-1.5]), head).validate()
+    longer = oc.CandidateSet(
+        torch.tensor([5, 7, 8]), torch.tensor([-0.9, -2.0, -torch.inf]), torch.tensor([0, 3]), complete
+    )
+    with pytest.raises(oc.RecordError, match="likelier than the head's least entry"):
+        oc.SamplerRecord(torch.tensor([9]), torch.tensor([-1.5]), longer).validate()
