@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,114 +13,17 @@ from offpolicy_corr.integrations.miles.host import UnknownVersion
 
 import miles_double as double
 import offpolicy_corr as oc
+from miles_conversion import (
+    CONVERSION,
+    conversion,
+    conversion_host,
+    converter_args,
+    samples_of,
+)
 from offpolicy_corr.records.assembly import Turn, assemble
 
-CONVERSION = "miles.ray.rollout.train_data_conversion"
-ITERATOR = "miles.backends.training_utils.data"
-
-
-class DataIterator:
-    """As documented: the keys asked for, one micro-batch after the other."""
-
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_size: int | None = None) -> None:
-        self.rollout_data, self.size, self.offset = rollout_data, micro_batch_size or 1, 0
-
-    def get_next(self, keys: list[str]) -> dict[str, Any]:
-        part = slice(self.offset, self.offset + self.size)
-        self.offset += self.size
-        return {key: None if key not in self.rollout_data else self.rollout_data[key][part] for key in keys}
-
-
-def _package_shards(args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
-    known = [key for key in ("tokens", "response_lengths", "loss_masks", "rollout_log_probs") if key in data]
-    return [
-        {
-            "partition": part,
-            **{key: [data[key][i] for i in part] for key in known},
-            "total_lengths": data["total_lengths"],
-        }
-        for part in partitions
-    ]
-
-
-def convert_samples_to_train_data(
-    args: Any,
-    samples: list[Any],
-    metadata: dict[str, Any],
-    custom_convert_samples_to_train_data_func: Any,
-    custom_reward_post_process_func: Any,
-) -> dict[str, Any]:
-    assert custom_convert_samples_to_train_data_func is None
-    names = {"tokens": "tokens", "response_lengths": "response_length", "loss_masks": "loss_mask"}
-    data = {key: [getattr(sample, name) for sample in samples] for key, name in names.items()}
-    return {**data, "rollout_log_probs": [sample.rollout_log_probs for sample in samples]}
-
-
-@pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    double.install(double.single())
-    if double.MILES_SRC:
-        pytest.importorskip("ray")
-        try:
-            __import__(CONVERSION)
-            transport.first_module(*transport._ITERATOR)
-        except (ImportError, RuntimeError) as error:
-            pytest.skip(f"this Miles cannot be imported whole here: {error}")
-    else:
-        for name in ("miles.ray", "miles.ray.rollout"):
-            package = ModuleType(name)
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, name, package)
-        conversion = ModuleType(CONVERSION)
-        conversion._package_shards = _package_shards  # type: ignore[attr-defined]
-        conversion.convert_samples_to_train_data = convert_samples_to_train_data  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, CONVERSION, conversion)
-        iterator = ModuleType(ITERATOR)
-        iterator.DataIterator = type("DataIterator", (DataIterator,), {"get_next": DataIterator.get_next})  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, ITERATOR, iterator)
-    yield
-    transport.remove()
-
-
-def conversion() -> Any:
-    return sys.modules[CONVERSION]
-
-
-def samples_of(problem: double.Problem) -> list[Any]:
-    samples = []
-    for i, response in enumerate(problem.responses):
-        sample = SimpleNamespace(
-            tokens=problem.tokens[i].tolist(),
-            response_length=response,
-            loss_mask=problem.masks[i].tolist(),
-            rollout_log_probs=problem.rollout[i].tolist(),
-            reward=1.0,
-            metadata={"offpolicy_corr_group": ["b200", "h100"][i % 2]},
-            weight_versions=[str(7 - i)],
-            index=i,
-            rollout_id=i,
-            remove_sample=False,
-            rollout_topk_token_ids=problem.head_ids[i],
-            rollout_topk_log_probs=problem.head_logprobs[i],
-        )
-        for name in (
-            "rollout_routed_experts",
-            "rollout_indexer_topk",
-            "train_metadata",
-            "multimodal_train_inputs",
-        ):
-            setattr(sample, name, None)
-        for name in ("teacher_log_probs", "adapter", "opd_reverse_kl", "status"):
-            setattr(sample, name, None)
-        sample.get_reward_value = lambda args: 1.0
-        samples.append(sample)
-    return samples
-
-
-def converter_args(**own: Any) -> Namespace:
-    more = {"reward_key": None, "rewards_normalization": False, "n_samples_per_prompt": 1}
-    more |= {"rollout_top_logprobs_num": 0, "ci_test": False}
-    return double.make_args(offpolicy_corr=own, custom_reward_post_process_path=None, **more)
+__all__ = ["conversion_host"]  # a fixture
+pytestmark = pytest.mark.usefixtures("conversion_host")
 
 
 def test_candidates_groups_and_lags_reach_the_loss() -> None:
@@ -327,98 +226,6 @@ def test_the_step_s_tokens_travel_for_torch_native_trainers_alone() -> None:
         if found:
             want = sum(int(mask.sum()) for mask in problem.masks[:2])
             assert [int(shard["offpolicy_corr_step_tokens"][0][0]) for shard in shards] == [want, want]
-
-
-def loss_of(batch: dict[str, Any], problem: double.Problem, args: Any) -> torch.Tensor:
-    """The loss over a shard that a store handed out."""
-    state = double.single()
-    double.install(state)
-    batch = {
-        **double.make_batch(problem, args, state, "none"),
-        **{k: batch[k] for k in batch if k in transport.KEYS},
-    }
-    logits = double.local_logits(problem, problem.logits, args, state)
-    loss, _ = policy_loss(args, batch, logits, double.make_reducer(batch, args, state, problem))
-    return loss
-
-
-def shard_of(problem: double.Problem, args: Any) -> dict[str, Any]:
-    data = transport.convert_samples(args, samples_of(problem))
-    data["total_lengths"] = problem.totals
-    return conversion()._package_shards(args, data, [[0, 1, 2]])[0]
-
-
-def test_shards_survive_ray_s_object_store() -> None:
-    ray = pytest.importorskip("ray")
-    problem = double.make_problem()
-    args = converter_args(groups=["b200", "h100"])
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
-    try:
-        shard = ray.get(ray.put(shard_of(problem, args)))
-        assert not shard["rollout_topk_token_ids"][0].flags.writeable
-        want, _, _ = double.expected(problem, args)
-        torch.testing.assert_close(loss_of(shard, problem, args), want, rtol=1e-9, atol=1e-9)
-    finally:
-        ray.shutdown()
-
-
-def test_ray_s_worker_hook_extends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How torch-native trainers get the extension: they have no hook of their own."""
-    ray = pytest.importorskip("ray")
-    if not double.MILES_SRC:
-        pytest.skip("a worker process has no double")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(double.MILES_SRC), os.environ.get("PYTHONPATH", "")])
-    )
-    hook = {"worker_process_setup_hook": "offpolicy_corr.integrations.miles.transport.extend_trainer"}
-    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
-    ray.init(**options, log_to_driver=False, runtime_env=hook)
-    try:
-        assert ray.get(ray.remote(lambda: sorted(transport._installed)).remote()) == ["iterator"]
-    finally:
-        ray.shutdown()
-
-
-def test_shards_survive_mooncake_s_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Miles tells Mooncake's store how to encode each key; a store in memory stands in for the server."""
-    mooncake = pytest.importorskip("mooncake.structured_object_store")
-    if not hasattr(conversion(), "ROLLOUT_DATA_VALUE_SPEC"):
-        pytest.skip("this Miles has one object store")
-    from miles.utils import object_store
-
-    monkeypatch.setattr(object_store, "FieldSchema", mooncake.FieldSchema)
-    problem = double.make_problem()
-    args = converter_args(groups=["b200", "h100"])
-    shard = {
-        key: value for key, value in shard_of(problem, args).items() if key in (*transport.KEYS, "tokens")
-    }
-    schemas = object_store._field_schemas_for_value(shard, conversion().ROLLOUT_DATA_VALUE_SPEC)
-    transfer = mooncake.MooncakeBundleTransfer(MemoryStore(), key_prefix="test")
-    ref = transfer.put(
-        shard, type="dict", namespace="miles", chunk_bytes=None, config=None, field_schemas=schemas
-    )
-    found = transfer.get(mooncake.import_ref(mooncake.export_ref(ref)), type="dict")
-    assert isinstance(found["rollout_topk_token_ids"][0], np.ndarray)
-    want, _, _ = double.expected(problem, args)
-    torch.testing.assert_close(loss_of(found, problem, args), want, rtol=1e-9, atol=1e-9)
-
-
-class MemoryStore(dict):  # type: ignore[type-arg]
-    """The four calls that Mooncake's transfer makes of its store."""
-
-    def put(self, key: str, value: Any, config: Any = None) -> int:
-        self[key] = bytes(value)
-        return 0
-
-    def get(self, key: str, default: Any = b"") -> Any:
-        return super().get(key, default)
-
-    def remove(self, key: str, force: bool = False) -> int:
-        self.pop(key, None)
-        return 0
-
-    def is_exist(self, key: str) -> int:
-        return int(key in self)
 
 
 def test_attaching_clears_an_earlier_attempt() -> None:
